@@ -1,0 +1,2 @@
+PYTHON ?= python3
+TORCH ?= torch==2.13.0

@@ -1,0 +1,1 @@
+"""Llama and the checkpoints shaped like it: SmolLM2, Mistral without a sliding window."""

@@ -1,0 +1,1 @@
+"""Qwen2 and Qwen2.5 dense: biases on the query, key and value projections."""

@@ -1,0 +1,92 @@
+"""Between checkpoint tensors and parameters, both ways, by the model's weight table."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lite.errors import InputError
+from lite.primitive.ckpt.spec import Part, WeightTable, parts, skip_reason
+
+
+@dataclass
+class LoadReport:
+    """What a load did, by checkpoint name. A load that leaves anything missing, unexpected or misshapen has raised instead."""
+
+    loaded: list[str] = field(default_factory=list)
+    converted: dict[str, str] = field(default_factory=dict)  # name -> "float16 -> bfloat16"
+    skipped: dict[str, str] = field(default_factory=dict)  # name -> reason
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def load_weights(
+    table: WeightTable,
+    config: Any,
+    layers: int,
+    parameters: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    write: Callable[[Part, Tensor], None],
+    where: object,
+) -> LoadReport:
+    """Streams tensors to `write(part, tensor)`; every parameter's every part must come exactly once, finite and of the right shape.
+
+    parameters gives shapes and dtypes; raises InputError that names the tensor.
+    """
+    expected = {part.hf: part for part in parts(table, config, layers)}
+    report = LoadReport()
+    unexpected = []
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        part = expected.get(name)
+        if part is None:
+            reason = skip_reason(table, config, name)
+            if reason is None:
+                unexpected.append(name)
+            else:
+                report.skipped[name] = reason
+            continue
+        if name in seen:
+            raise InputError(where, f"gives {name!r} twice", "give each tensor once")
+        seen.add(name)
+        target = parameters[part.native][part.start : part.stop]
+        if tensor.shape != target.shape:
+            raise InputError(where, f"{name!r} is {tuple(tensor.shape)}, the config says {tuple(target.shape)}", "correct the config")
+        if not tensor.is_floating_point():
+            raise InputError(where, f"{name!r} holds {_dtype(tensor)}, not floating point", "give a bf16, fp16 or fp32 checkpoint")
+        if not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InputError(where, f"{name!r} holds NaN or Inf in {bad} places", "use an intact checkpoint")
+        if tensor.dtype != target.dtype:
+            report.converted[name] = f"{_dtype(tensor)} -> {_dtype(target)}"
+        write(part, tensor)
+        report.loaded.append(name)
+    missing = [name for name in expected if name not in seen]
+    if missing or unexpected:
+        problems = [f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+                    for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]  # fmt: skip
+        raise InputError(where, "tensors do not match the model: " + "; ".join(problems), "check config.json against the weights")
+    return report
+
+
+def export_weights(table: WeightTable, config: Any, layers: int, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) in the table's order; fused parameters come apart as views."""
+    for part in parts(table, config, layers):
+        yield part.hf, parameters[part.native].detach()[part.start : part.stop]
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over name, dtype, shape and bytes of every tensor, in the order of the names; one number for one policy's weights."""
+    digests = {}
+    for name, tensor in tensors:
+        head = f"{name} {_dtype(tensor)} {tuple(tensor.shape)}".encode()
+        digests[name] = hashlib.sha256(head + tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,13 @@
+"""The reference kernel set: plain PyTorch, fp32 or bf16, on any device, batch-invariant by construction.
+
+Rounding inside: rotary and attention compute in fp32 throughout and round once at the end.
+"""
+
+from lite.primitive.kernels.reference.attention import attention
+from lite.primitive.kernels.reference.gemm import linear
+from lite.primitive.kernels.reference.head import sample, token_logprobs
+from lite.primitive.kernels.reference.pointwise import add_rms_norm, embedding, rms_norm, rotary, swiglu
+
+NAME = "reference"
+
+__all__ = ["NAME", "add_rms_norm", "attention", "embedding", "linear", "rms_norm", "rotary", "sample", "swiglu", "token_logprobs"]

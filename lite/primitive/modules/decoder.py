@@ -1,0 +1,115 @@
+"""The shared decoder skeleton: embedding, layers of attention and MLP around one residual stream, final norm, head.
+
+A family's folder fills in a `DecoderConfig`; nothing here knows a family.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lite.errors import InputError
+from lite.primitive.modules.attention import GQAttention
+from lite.primitive.modules.context import SequenceContext
+from lite.primitive.modules.head import LMHead, TokenScores
+from lite.primitive.modules.linear import Embedding
+from lite.primitive.modules.mlp import GatedMLP
+from lite.primitive.modules.norm import RMSNorm
+from lite.primitive.modules.rotary import RotaryConfig, cos_sin_table
+from lite.primitive.ops.bridges import Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rotary: RotaryConfig
+    tied_head: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    padded_vocab_size: int | None = None  # rows of the embedding and head tables, where they are padded
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise InputError("config.json", f"{self.heads} query heads cannot share {self.kv_heads} key heads", "correct one of them")
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence, prompt and response together."""
+        return self.rotary.max_positions
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, layer: int, config: DecoderConfig, ops: Ops, dtype: torch.dtype):
+        super().__init__()
+        c = config
+        self.mixer_norm = RMSNorm(c.hidden, c.norm_eps, ops, dtype)
+        self.mixer = GQAttention(
+            layer, c.hidden, c.heads, c.kv_heads, c.head_dim, ops, dtype,
+            qkv_bias=c.qkv_bias, out_bias=c.out_bias, qk_norm_eps=c.norm_eps if c.qk_norm else None,
+        )  # fmt: skip
+        self.mlp_norm = RMSNorm(c.hidden, c.norm_eps, ops, dtype)
+        self.mlp = GatedMLP(c.hidden, c.intermediate, ops, dtype, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: SequenceContext, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x[T, H] is what the previous layer adds to the residual stream (the embedding, for the first). -> the same for the next."""
+        if residual is None:
+            x, residual = self.mixer_norm(x), x
+        else:
+            x, residual = self.mixer_norm.add(x, residual)
+        x = self.mixer(x, context, cos_sin)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Parameters are the deployed image of the weights: what inference reads, in the model dtype; the optimizer keeps the masters."""
+
+    cos_sin: Tensor
+
+    def __init__(self, config: DecoderConfig, ops: Ops, dtype: torch.dtype):
+        super().__init__()
+        c = self.config = config
+        rows = c.padded_vocab_size or c.vocab_size
+        self.embed = Embedding(rows, c.hidden, ops, dtype)
+        self.layers = nn.ModuleList(DecoderLayer(i, c, ops, dtype) for i in range(c.layers))
+        self.norm = RMSNorm(c.hidden, c.norm_eps, ops, dtype)
+        head = self.embed.weight if c.tied_head else nn.Parameter(torch.empty(rows, c.hidden, dtype=dtype))
+        self.head = LMHead(head, c.vocab_size, ops)
+        self.register_buffer("cos_sin", cos_sin_table(c.rotary, dtype), persistent=False)
+
+    def hidden(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
+        """input_ids[T] -> normalised hidden states [T, H]."""
+        x, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, context, self.cos_sin)
+        assert residual is not None
+        return self.norm.add(x, residual)[0]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        context: SequenceContext,
+        labels: Tensor,
+        temperature: Tensor,
+        scored_rows: Tensor | None = None,
+        with_entropy: bool = True,
+    ) -> TokenScores:
+        """Scores of labels[T] under temperature[T], [T] each.
+
+        scored_rows (int64): only these rows go through the head, the others are 0; a row's bytes do not depend on it.
+        """
+        hidden = self.hidden(input_ids, context)
+        if scored_rows is None:
+            return self.head(hidden, labels, temperature, with_entropy)
+        scores = self.head(hidden[scored_rows], labels[scored_rows], temperature[scored_rows], with_entropy)
+        zeros = torch.zeros(input_ids.shape, dtype=torch.float32, device=hidden.device)
+        return TokenScores(zeros.index_copy(0, scored_rows, scores.logprob), zeros.index_copy(0, scored_rows, scores.entropy))

@@ -1,0 +1,76 @@
+"""The differentiable operations of one kernel set: each is one of its visible kernels with one VJP.
+
+Modules are given an `Ops` and call it; which kernels run was decided once, by whoever built it.
+"""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from lite.primitive.kernels.visible import VisibleKernels
+from lite.primitive.ops.aligned import VJP, visible_forward
+
+
+class Ops:
+    """visible: the kernel set that inference runs. vjp: a module of backwards with one function for each of its kernels."""
+
+    def __init__(self, visible: VisibleKernels, vjp: ModuleType):
+        self.visible = visible
+        self._linear = VJP(("x", "weight", "bias"), ("y",), ("x", "weight"), vjp.linear)
+        self._embedding = VJP(("ids", "weight"), ("y",), ("ids", "weight"), vjp.embedding)
+        self._rms_norm = VJP(("x", "weight", "eps"), ("y",), ("x", "weight"), vjp.rms_norm)
+        self._add_rms_norm = VJP(("x", "residual", "weight", "eps"), ("y", "total"), ("total", "weight"), vjp.add_rms_norm)
+        self._rotary = VJP(("q", "k", "positions", "cos_sin"), ("q_out", "k_out"), ("positions", "cos_sin"), vjp.rotary)
+        self._attention = VJP(
+            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "scale"),
+            ("out", "lse"),
+            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),
+            vjp.attention,
+            constants=("lse",),
+        )
+        self._swiglu = VJP(("gate_up",), ("y",), ("gate_up",), vjp.swiglu)
+        self._token_logprobs = VJP(
+            ("hidden", "weight", "labels", "temperature", "vocab_size", "with_entropy"),
+            ("logprob", "entropy", "max", "sum"),
+            ("hidden", "weight", "labels", "temperature", "entropy", "max", "sum"),
+            vjp.token_logprobs,
+            constants=("max", "sum"),
+        )
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return visible_forward(self.visible.linear, self._linear, x, weight, bias)
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return visible_forward(self.visible.embedding, self._embedding, ids, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return visible_forward(self.visible.rms_norm, self._rms_norm, x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return visible_forward(self.visible.add_rms_norm, self._add_rms_norm, x, residual, weight, eps)
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        return visible_forward(self.visible.rotary, self._rotary, q, k, positions, cos_sin)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float) -> Tensor:
+        return visible_forward(self.visible.attention, self._attention, q, k, v, cu_seqlens_q, cu_seqlens_k, scale)[0]
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return visible_forward(self.visible.swiglu, self._swiglu, gate_up)
+
+    def token_logprobs(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """-> (logprob[T], entropy[T]), fp32."""
+        outputs = visible_forward(
+            self.visible.token_logprobs, self._token_logprobs, hidden, weight, labels, temperature, vocab_size, with_entropy
+        )
+        return outputs[0], outputs[1]
+
+
+def reference_ops() -> Ops:
+    """The reference kernels with torch's backwards: any device, fp32 or bf16."""
+    from lite.primitive.kernels import reference
+    from lite.primitive.kernels.vjp import torch as torch_vjp
+
+    return Ops(reference, torch_vjp)

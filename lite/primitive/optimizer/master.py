@@ -1,0 +1,93 @@
+"""fp32 masters and torch's AdamW over them. The forward never reads a master; it reads the deployed image made from it."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterAdamW:
+    """AdamW on fp32 copies of a model's trainable parameters.
+
+    parameters: the deployed image by name. Vectors (norms, biases) take no weight decay, matrices do.
+    The masters start at zero: whoever loads the model fills them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        clip_grad: float,
+    ):
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.masters = {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name, p in self.parameters.items()}
+        self.clip_grad = clip_grad
+        for p in self.parameters.values():
+            p.grad_dtype = torch.float32  # gradients of a bf16 image accumulate in fp32
+        matrices = [m for m in self.masters.values() if m.ndim > 1]
+        vectors = [m for m in self.masters.values() if m.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+
+    def step(self) -> tuple[bool, float, int]:
+        """One update of the masters from the parameters' gradients. -> (done, gradient norm before clipping, zero elements).
+
+        A norm that is not finite leaves masters and moments as they were: done is False.
+        """
+        for name, p in self.parameters.items():
+            self.masters[name].grad = p.grad
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = float(nn.utils.get_total_norm(grads))
+        zeros = sum(g.numel() - int(g.count_nonzero()) for g in grads)
+        if not math.isfinite(norm):
+            return False, norm, zeros
+        if self.clip_grad > 0:
+            nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.clip_grad, torch.tensor(norm, device=grads[0].device))
+        self.adamw.step()
+        return True, norm, zeros
+
+    def to(self, device: torch.device) -> None:
+        """Moves masters and moments; the masters stay the same objects."""
+        for master in self.masters.values():
+            torch.utils.swap_tensors(master, master.to(device))
+            state = self.adamw.state.get(master, {})
+            state.update({key: value.to(device) for key, value in state.items() if key != "step"})
+
+    def zero_grad(self) -> None:
+        for name, p in self.parameters.items():
+            p.grad = self.masters[name].grad = None
+
+
+def lr_schedule(
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: float,
+    min_lr: float,
+    warmup_init: float,
+    warmup_steps: int,
+    decay_steps: int | None,
+    style: Literal["constant", "linear", "cosine"],
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warmup from warmup_init to lr, then constant, or linear or half-cosine down to min_lr at decay_steps."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (warmup_init + (lr - warmup_init) * step / warmup_steps) / lr
+        if style == "constant" or decay_steps is None:
+            return 1.0
+        done = min((step - warmup_steps) / max(decay_steps - warmup_steps, 1), 1.0)
+        left = 1.0 - done if style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return (min_lr + (lr - min_lr) * left) / lr
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def update_norm(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """L2 norm of the difference of two sets of masters."""
+    return math.sqrt(sum(float((after[name] - before[name]).double().square().sum()) for name in before))

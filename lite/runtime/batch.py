@@ -1,0 +1,81 @@
+"""A micro-batch: several sequences in one row of tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lite.errors import InputError
+from lite.primitive.parallel.packing import PackedSequences, cumulative_lengths, positions_of
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """T tokens of N sequences, no padding.
+
+    input_ids[T], labels[T] int64: labels[t] is the token after input_ids[t] in its sequence (anything at a sequence's end).
+    seq_lens: N lengths that add up to T.
+    loss_mask[T] bool: the rows whose label is scored; None scores all. A response's first token is scored at the prompt's last row.
+    position_ids[T]: None counts from 0 in each sequence.
+    temperature: one for all, or [T] fp32.
+    routed_experts: routes recorded by the rollout, for families with routers.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    seq_lens: tuple[int, ...]
+    loss_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    routed_experts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        tokens = len(self.input_ids)
+        if not self.seq_lens or min(self.seq_lens) < 1:
+            raise InputError("PackedBatch.seq_lens", f"holds an empty sequence: {self.seq_lens}", "leave out sequences without tokens")
+        if sum(self.seq_lens) != tokens:
+            raise InputError("PackedBatch.seq_lens", f"adds up to {sum(self.seq_lens)} for {tokens} tokens", "give each sequence's length")
+        for name in ("labels", "loss_mask", "position_ids"):
+            value = getattr(self, name)
+            if value is not None and len(value) != tokens:
+                raise InputError(f"PackedBatch.{name}", f"has {len(value)} entries for {tokens} tokens", "give one a token")
+        if self.loss_mask is not None and not self.loss_mask.any():
+            raise InputError("PackedBatch.loss_mask", "marks no token", "an empty mask scores and proves nothing; mark the responses")
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0) -> "PackedBatch":
+        """Packs (prompt ids, response ids) pairs; the responses' tokens are the ones scored."""
+        ids, labels, mask = [], [], []
+        for i, (prompt, response) in enumerate(samples):
+            if not prompt:
+                raise InputError(f"sample {i}", "the prompt is empty", "give at least one token to predict the response from")
+            if not response:
+                raise InputError(f"sample {i}", "the response is empty", "leave the sample out")
+            sequence = [*prompt, *response]
+            ids += sequence
+            labels += [*sequence[1:], 0]
+            mask += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
+        lens = tuple(len(prompt) + len(response) for prompt, response in samples)
+        return cls(torch.tensor(ids), torch.tensor(labels), lens, torch.tensor(mask), temperature=temperature)
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    @property
+    def context(self) -> PackedSequences:
+        device = self.input_ids.device
+        positions = self.position_ids if self.position_ids is not None else positions_of(self.seq_lens, device)
+        return PackedSequences(positions, cumulative_lengths(self.seq_lens, device))
+
+    @property
+    def temperatures(self) -> Tensor:
+        """[T] fp32."""
+        if isinstance(self.temperature, Tensor):
+            return self.temperature.float()
+        return torch.full(self.input_ids.shape, self.temperature, dtype=torch.float32, device=self.input_ids.device)
+
+    @property
+    def scored_rows(self) -> Tensor | None:
+        return None if self.loss_mask is None else self.loss_mask.nonzero()[:, 0]

@@ -1,0 +1,211 @@
+"""The trainer: builds a model, scores and differentiates packed batches, steps the optimizer, exports weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lite.errors import InputError
+from lite.model.protocol import ModelBundle, ModelProtocol
+from lite.model.registry import family, family_of
+from lite.primitive.ckpt.hf_config import load_hf_config
+from lite.primitive.ckpt.hf_weights import LoadReport
+from lite.primitive.ckpt.safetensors_files import read_tensors, write_checkpoint
+from lite.primitive.modules.head import TokenScores
+from lite.primitive.ops.bridges import Ops, reference_ops
+from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
+from lite.runtime.batch import PackedBatch
+from lite.runtime.config import RuntimeConfig, from_dict
+from lite.runtime.weights import DeployedWeights
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a loss function may want to know: which micro-batch of how many this is."""
+
+    index: int
+    num_microbatches: int
+    forward_only: bool
+
+
+LossFn = Callable[[TokenScores, PackedBatch, StepContext], tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass
+class ForwardResult:
+    """One entry a micro-batch, in the order given. log_probs and entropy [T] fp32, detached; rows that were not scored are 0."""
+
+    weights_version: int
+    log_probs: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Handle:
+    """A built model and what trains it."""
+
+    bundle: ModelBundle
+    weights: DeployedWeights
+    load_report: LoadReport
+    device: torch.device
+    optimizer: MasterAdamW | None = None
+    schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self.bundle.module
+
+
+class Runtime:
+    """protocol and hf_config may be replaced before build_model."""
+
+    def __init__(self, config: RuntimeConfig):
+        self.config = config
+        self.folder = Path(config.hf_path)
+        self.hf_config = load_hf_config(self.folder)
+        name = config.backend_cfg.model_name
+        self.family = family_of(self.hf_config.get("model_type")) if name == "auto" else name
+        self.protocol: ModelProtocol = family(self.family)
+
+    def bundle(self, ops: Ops | None = None) -> ModelBundle:
+        """A model on the configured device, parameters not loaded. ops: the kernels it runs, the reference set by default."""
+        cfg = self.config.backend_cfg
+        for axis, ranks in vars(cfg.parallel).items():
+            if ranks not in (1, None):
+                raise InputError(f"parallel.{axis}", f"{ranks} ranks are not built yet", "set it to 1")
+        impl_cfg: Any = from_dict(self.protocol.ImplConfig, cfg.impl_cfg, "impl_cfg")
+        model_cfg = self.protocol.build_model_config(self.hf_config, **cfg.override)
+        with torch.device(cfg.torch_device):
+            return self.protocol.build_model(
+                model_cfg, impl_cfg=impl_cfg, parallel=cfg.parallel, kernels=ops or reference_ops(), dtype=cfg.torch_dtype
+            )
+
+    def build_model(self, ops: Ops | None = None) -> Handle:
+        """Built and loaded, as policy version 0. Without an optimizer in the config it scores only."""
+        cfg = self.config.backend_cfg
+        bundle = self.bundle(ops)
+        weights = DeployedWeights(bundle)
+        optimizer = schedule = None
+        if (o := cfg.optimizer) is not None:
+            optimizer = MasterAdamW(
+                dict(bundle.module.named_parameters()),
+                lr=o.lr, weight_decay=o.weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, clip_grad=o.clip_grad,
+            )  # fmt: skip
+            schedule = lr_schedule(
+                optimizer.adamw, lr=o.lr, min_lr=o.min_lr, warmup_init=o.lr_warmup_init, warmup_steps=o.lr_warmup_steps,
+                decay_steps=o.lr_decay_steps, style=o.lr_decay_style,
+            )  # fmt: skip
+        report = weights.load(read_tensors(self.folder), 0, self.folder, optimizer.masters if optimizer else None)
+        return Handle(bundle, weights, report, cfg.torch_device, optimizer, schedule)
+
+    def train_mode(self, handle: Handle) -> None:
+        handle.module.train()
+
+    def eval_mode(self, handle: Handle) -> None:
+        handle.module.eval()
+
+    def forward_backward(
+        self,
+        handle: Handle,
+        data: PackedBatch | Sequence[PackedBatch],
+        loss_fn: LossFn | None = None,
+        *,
+        num_microbatches: int | None = None,
+        forward_only: bool = False,
+    ) -> ForwardResult:
+        """Scores every micro-batch and, unless forward_only, adds the gradient of its loss.
+
+        Losses add up over the micro-batches: loss_fn returns this micro-batch's share of the whole. Without a loss_fn the batch is
+        scored (forward_only must be set). Raises RuntimeError where loss_fn wrote the weights.
+        """
+        batches = [data] if isinstance(data, PackedBatch) else list(data)
+        if num_microbatches not in (None, len(batches)):
+            raise InputError("forward_backward", f"{len(batches)} micro-batches, {num_microbatches} announced", "give as many as announced")
+        if loss_fn is None and not forward_only:
+            raise InputError("forward_backward", "no loss function for a backward", "give loss_fn or set forward_only")
+        result = ForwardResult(handle.weights.require())
+        for index, batch in enumerate(batches):
+            batch = self._checked(handle, batch).to(handle.device)
+            with torch.set_grad_enabled(not forward_only):
+                scores: TokenScores = handle.module(
+                    batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows
+                )
+                result.requires_grad.append(scores.logprob.requires_grad)
+                if loss_fn is not None:
+                    loss, metrics = loss_fn(scores, batch, StepContext(index, len(batches), forward_only))
+                    if not forward_only:
+                        loss.backward()
+                    result.losses.append(loss.detach())
+                    result.metrics.append(metrics)
+            result.log_probs.append(scores.logprob.detach())
+            result.entropy.append(scores.entropy.detach())
+        return result
+
+    def _checked(self, handle: Handle, batch: PackedBatch) -> PackedBatch:
+        config = handle.bundle.config
+        longest, limit = max(batch.seq_lens), config.max_positions
+        if longest > limit:
+            raise InputError("PackedBatch.seq_lens", f"a sequence of {longest} tokens, the model allows {limit}", "shorten it")
+        top = int(torch.maximum(batch.input_ids.max(), batch.labels.max()))
+        if top >= config.vocab_size or int(batch.input_ids.min()) < 0:
+            raise InputError("PackedBatch.input_ids", f"token {top} is outside the {config.vocab_size} words", "check the tokenizer")
+        if batch.routed_experts is not None and not handle.bundle.routers:
+            raise InputError("PackedBatch.routed_experts", f"{self.family} has no routers", "leave it None")
+        return batch
+
+    def zero_grad(self, handle: Handle) -> None:
+        self._optimizer(handle).zero_grad()
+
+    def optimizer_step(self, handle: Handle) -> tuple[bool, float, int]:
+        """Steps the masters and deploys them as the next policy version. -> (done, gradient norm, zero elements in the gradient)."""
+        optimizer = self._optimizer(handle)
+        done, norm, zeros = optimizer.step()
+        if done:
+            handle.weights.deploy(optimizer.masters, handle.weights.require() + 1)
+        return done, norm, zeros
+
+    def lr_scheduler_step(self, handle: Handle) -> float:
+        """-> the learning rate of the next step."""
+        self._optimizer(handle)
+        assert handle.schedule is not None
+        handle.schedule.step()
+        return float(handle.schedule.get_last_lr()[0])
+
+    def _optimizer(self, handle: Handle) -> MasterAdamW:
+        if handle.optimizer is None:
+            raise InputError("runtime", "was built without an optimizer", "set MegatronLiteConfig.optimizer")
+        return handle.optimizer
+
+    def export_weights(self, handle: Handle) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, deployed tensor): what an engine is synced with."""
+        handle.weights.require()
+        return handle.weights.export()
+
+    def save_hf(self, handle: Handle, folder: Path) -> None:
+        """A checkpoint of the deployed weights that transformers and vLLM open; the tokenizer's files come along."""
+        config = {k: v for k, v in self.hf_config.items() if k not in ("dtype", "torch_dtype")} | dict(self.config.backend_cfg.override)
+        config["dtype"] = str(self.config.backend_cfg.torch_dtype).removeprefix("torch.")
+        write_checkpoint(folder, config, self.export_weights(handle), beside=self.folder)
+
+    def to(self, handle: Handle, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves parameters, masters with their moments, and gradients."""
+        target = torch.device(device)
+        if model:
+            handle.module.to(target)
+            handle.device = target
+        for p in handle.module.parameters():
+            if grad and p.grad is not None:
+                p.grad = p.grad.to(target)
+        if optimizer and handle.optimizer is not None:
+            handle.optimizer.to(target)
+
+
+def create_runtime(config: RuntimeConfig | dict[str, Any]) -> Runtime:
+    """config: a RuntimeConfig or its keys. Raises InputError for unknown keys, an unreadable checkpoint or an unknown family."""
+    return Runtime(from_dict(RuntimeConfig, config, "RuntimeConfig") if isinstance(config, dict) else config)

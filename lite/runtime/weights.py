@@ -1,0 +1,68 @@
+"""The one door through which a model's weights are written: loading, syncing, and deploying an optimizer's step."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lite.errors import InputError
+from lite.model.protocol import ModelBundle
+from lite.primitive.ckpt.hf_weights import LoadReport, export_weights, fingerprint, load_weights
+from lite.primitive.ckpt.spec import Part
+from lite.primitive.compare import bits
+
+
+class DeployedWeights:
+    """A model's parameters as inference reads them, with the version of the policy that they are.
+
+    Each write stamps a version. While one is under way, or after one that failed, the version is None and `require` raises: half a
+    policy cannot be run.
+    """
+
+    def __init__(self, bundle: ModelBundle):
+        self.bundle = bundle
+        self.parameters: dict[str, Tensor] = dict(bundle.module.named_parameters())
+        self.version: int | None = None
+
+    def require(self) -> int:
+        if self.version is None:
+            raise InputError("weights", "are not whole (never loaded, or a load failed)", "load or sync them first")
+        return self.version
+
+    @torch.no_grad()
+    def load(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, where: object, masters: Mapping[str, Tensor] | None = None
+    ) -> LoadReport:
+        """Every checkpoint tensor, complete or an InputError. masters get the value before it is rounded to the model dtype."""
+        self.version = None
+
+        def write(part: Part, tensor: Tensor) -> None:
+            self.parameters[part.native][part.start : part.stop].copy_(tensor)
+            if masters is not None and part.native in masters:
+                masters[part.native][part.start : part.stop].copy_(tensor)
+
+        b = self.bundle
+        report = load_weights(b.weights, b.config, b.layers, self.parameters, tensors, write, where)
+        self.version = version
+        return report
+
+    @torch.no_grad()
+    def deploy(self, masters: Mapping[str, Tensor], version: int) -> int:
+        """Rounds the masters into the image. -> how many bytes of it changed."""
+        self.version = None
+        changed = 0
+        for name, master in masters.items():
+            parameter, image = self.parameters[name], master.to(self.parameters[name].dtype)
+            differs = bits(parameter.view(-1)).view(torch.uint8) != bits(image.view(-1)).view(torch.uint8)
+            changed += int(differs.sum())
+            parameter.copy_(image)
+        self.version = version
+        return changed
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of the deployed image."""
+        b = self.bundle
+        return export_weights(b.weights, b.config, b.layers, self.parameters)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.export())
