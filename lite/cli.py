@@ -1,1 +1,192 @@
-"""The `mlite` command."""
+"""The `mlite` command: parses, draws progress, prints the result. Exit 0 pass, 1 fail, 2 inconclusive or bad input."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from lite.errors import InputError
+
+EXIT = {"pass": 0, "fail": 1, "inconclusive": 2}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Megatron Lite: every rollout token's logprob, the same bytes in the trainer.",
+)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")]
+
+
+@app.command()
+def prove(
+    model: Annotated[Path | None, typer.Option(metavar="PATH", help="Checkpoint folder (config.json and safetensors).")] = None,
+    proxy: Annotated[str | None, typer.Option(metavar="FAMILY", help="A small random model of this family instead.")] = None,
+    geometry: Annotated[str, typer.Option(metavar="tiny|real", help="Size of the proxy's layers.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers (the checkpoint's first ones).")] = None,
+    engine: Annotated[str, typer.Option(metavar="embedded|vllm", help="Rollout engine.")] = "embedded",
+    plugin: Annotated[str, typer.Option(metavar="on|off", help="vLLM plugin; the embedded engine needs none.")] = "on",
+    attention: Annotated[str | None, typer.Option(metavar="BACKEND", help="vLLM attention backend.")] = None,
+    graphs: Annotated[str, typer.Option(metavar="eager|full_decode", help="CUDA graphs of the engine.")] = "eager",
+    updates: Annotated[int, typer.Option(min=0, help="Policy updates between rollouts.")] = 2,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL prompts with reasoning-gym entries.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(metavar="A:B", help="Shortest and longest random prompt.")] = "1:40",
+    response_tokens: Annotated[int, typer.Option(metavar="N", help="Longest response.")] = 24,
+    groups: Annotated[int, typer.Option(metavar="N", help="Prompts a policy.")] = 4,
+    samples: Annotated[int, typer.Option(metavar="N", help="Responses a prompt.")] = 4,
+    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="The model's dtype.")] = "bf16",
+    temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
+    plant: Annotated[str | None, typer.Option(metavar="KIND", help="Plant a known error; the proof must then fail.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Result folder, runs/<time> by default.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Prove that trainer and engine give each token's logprob the same bytes, before and after every update.
+
+    Writes DIR/receipt.json, report.md, plots/ and the rollout bundles. Exit 0: pass. 1: a token differs. 2: inconclusive or bad input.
+
+    Examples:
+
+    `mlite prove --proxy qwen3`
+
+    `mlite prove --model checkpoints/SmolLM2-135M --groups 8 --out runs/smollm2`
+
+    `mlite prove --proxy llama --plant one-ulp`  (must exit 1)
+    """
+    from lite.acceptance.plots import draw_plots
+    from lite.acceptance.prove import prove as run
+    from lite.acceptance.report import write_report
+    from lite.acceptance.sides import ProveConfig
+
+    config = ProveConfig(
+        out=out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"),
+        model=model, proxy=proxy, geometry=_one_of("--geometry", geometry, "tiny", "real"), layers=layers,
+        engine=_engine(engine, plugin, attention, graphs), updates=updates, prompts=prompts, prompt_tokens=_range(prompt_tokens),
+        response_tokens=response_tokens, groups=groups, samples=samples, dtype=_one_of("--dtype", dtype, "bf16", "fp32"),
+        temperature=temperature, lr=lr, seed=seed, plant=plant,
+    )  # fmt: skip
+    with _Progress() as progress:
+        receipt = run(config, ["mlite", *sys.argv[1:]], progress)
+        if receipt.get("policies"):
+            progress.phase("report", 1)
+            write_report(config.out, receipt, draw_plots(config.out, receipt))
+            progress.advance(1)
+    _finish(receipt, json_file, f"{receipt['status']}: {receipt['reason']} ({config.out / 'receipt.json'})")
+
+
+@app.command()
+def compare(
+    left: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A rollout bundle, or the folder of a run.")],
+    right: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The one to compare it with.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Compare two rollout bundles by UID: tokens and the bytes of their logprobs.
+
+    Exit 0: all the same. 1: something differs. 2: no bundle, or nothing in common.
+
+    Example:
+
+    `mlite compare runs/one/rollout/theta0.safetensors runs/two/rollout/theta0.safetensors`
+    """
+    from lite.acceptance.bundle import bundle_files, compare_bundles, load_bundle
+
+    lefts, rights = bundle_files(left), bundle_files(right)
+    pairs = [(next(iter(lefts)), next(iter(rights)))] if left.is_file() and right.is_file() else [(n, n) for n in lefts if n in rights]
+    if not pairs:
+        raise InputError("compare", f"{left} and {right} hold no policy of the same name", "compare runs of the same length")
+    result: dict[str, Any] = {"status": "pass", "policies": {}}
+    for a, b in pairs:
+        found = compare_bundles(load_bundle(lefts[a]), load_bundle(rights[b]))
+        result["policies"][a] = found.as_dict()
+        result["status"] = result["status"] if found.exact else "fail"
+        typer.echo(f"{a}: {found.summary()}")
+    lacking = sorted(set(lefts) ^ set(rights)) if left.is_dir() and right.is_dir() else []
+    if lacking:
+        result["status"] = "fail"
+        typer.echo(f"only one side holds {', '.join(lacking)}")
+    _finish(result, json_file, result["status"])
+
+
+def _engine(engine: str, plugin: str, attention: str | None, graphs: str) -> str:
+    """The engine choices that fit together; the vLLM engine's own flags are refused for the embedded one."""
+    _one_of("--engine", engine, "embedded", "vllm")
+    _one_of("--plugin", plugin, "on", "off")
+    _one_of("--graphs", graphs, "eager", "full_decode")
+    if engine == "embedded" and (plugin == "off" or attention or graphs != "eager"):
+        raise InputError("--engine embedded", "has no plugin, attention or graphs to choose", "leave those flags out")
+    return engine
+
+
+def _one_of(flag: str, value: str, *choices: str) -> str:
+    if value not in choices:
+        raise InputError(flag, f"{value!r} is not supported", f"use {' or '.join(choices)}")
+    return value
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not (low.isdigit() and (high.isdigit() or not high)):
+        raise InputError("--prompt-tokens", f"{text!r} is no range", "write SHORTEST:LONGEST, as 1:40")
+    return int(low), int(high or low)
+
+
+def _finish(result: dict[str, Any], json_file: Path | None, line: str) -> NoReturn:
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    typer.echo(line)
+    raise typer.Exit(EXIT[result["status"]])
+
+
+class _Progress:
+    """A live bar on a terminal; a line a phase elsewhere."""
+
+    def __enter__(self) -> "_Progress":
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self.console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.bar.start()
+        self.task: Any = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        self.bar.stop()
+
+    def _close(self) -> None:
+        if self.task is not None:
+            self.bar.update(self.task, completed=self.bar.tasks[self.task].total)
+            self.bar.stop_task(self.task)
+
+    def phase(self, name: str, total: int) -> None:
+        self._close()
+        self.task = self.bar.add_task(name, total=total)
+        if not self.console.is_terminal:
+            self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {name}", highlight=False)
+
+    def advance(self, amount: int) -> None:
+        self.bar.advance(self.task, amount)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+
+def main() -> None:
+    try:
+        app()
+    except InputError as error:
+        typer.echo(f"mlite: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

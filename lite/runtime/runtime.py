@@ -14,6 +14,7 @@ from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.hf_weights import LoadReport
 from lite.primitive.ckpt.safetensors_files import read_tensors, write_checkpoint
+from lite.primitive.kernels.probe import Probe, probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
 from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
@@ -53,6 +54,7 @@ class Handle:
     bundle: ModelBundle
     weights: DeployedWeights
     load_report: LoadReport
+    probes: tuple[Probe, ...]
     device: torch.device
     optimizer: MasterAdamW | None = None
     schedule: torch.optim.lr_scheduler.LambdaLR | None = None
@@ -87,9 +89,14 @@ class Runtime:
             )
 
     def build_model(self, ops: Ops | None = None) -> Handle:
-        """Built and loaded, as policy version 0. Without an optimizer in the config it scores only."""
+        """Built, probed and loaded, as policy version 0. Without an optimizer in the config it scores only.
+
+        Raises ProbeError where a kernel breaks its promise on this device, InputError for a checkpoint that does not fit.
+        """
         cfg = self.config.backend_cfg
+        ops = ops or reference_ops()
         bundle = self.bundle(ops)
+        probes = probe_kernels(ops.visible, bundle.module.probe_shapes(), cfg.torch_dtype, cfg.torch_device)
         weights = DeployedWeights(bundle)
         optimizer = schedule = None
         if (o := cfg.optimizer) is not None:
@@ -102,7 +109,7 @@ class Runtime:
                 decay_steps=o.lr_decay_steps, style=o.lr_decay_style,
             )  # fmt: skip
         report = weights.load(read_tensors(self.folder), 0, self.folder, optimizer.masters if optimizer else None)
-        return Handle(bundle, weights, report, cfg.torch_device, optimizer, schedule)
+        return Handle(bundle, weights, report, probes, cfg.torch_device, optimizer, schedule)
 
     def train_mode(self, handle: Handle) -> None:
         handle.module.train()

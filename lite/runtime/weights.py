@@ -23,6 +23,7 @@ class DeployedWeights:
         self.bundle = bundle
         self.parameters: dict[str, Tensor] = dict(bundle.module.named_parameters())
         self.version: int | None = None
+        self.bytes_changed = 0  # by the latest deploy
 
     def require(self) -> int:
         if self.version is None:
@@ -47,17 +48,16 @@ class DeployedWeights:
         return report
 
     @torch.no_grad()
-    def deploy(self, masters: Mapping[str, Tensor], version: int) -> int:
-        """Rounds the masters into the image. -> how many bytes of it changed."""
+    def deploy(self, masters: Mapping[str, Tensor], version: int) -> None:
+        """Rounds the masters into the image; counts in bytes_changed how many bytes of it changed."""
         self.version = None
-        changed = 0
+        self.bytes_changed = 0
         for name, master in masters.items():
             parameter, image = self.parameters[name], master.to(self.parameters[name].dtype)
             differs = bits(parameter.view(-1)).view(torch.uint8) != bits(image.view(-1)).view(torch.uint8)
-            changed += int(differs.sum())
+            self.bytes_changed += int(differs.sum())
             parameter.copy_(image)
         self.version = version
-        return changed
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the deployed image."""

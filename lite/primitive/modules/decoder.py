@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lite.errors import InputError
+from lite.primitive.kernels.probe import ModelShapes
 from lite.primitive.modules.attention import GQAttention
 from lite.primitive.modules.context import SequenceContext
 from lite.primitive.modules.head import LMHead, TokenScores
-from lite.primitive.modules.linear import Embedding
+from lite.primitive.modules.linear import Embedding, Linear
 from lite.primitive.modules.mlp import GatedMLP
 from lite.primitive.modules.norm import RMSNorm
 from lite.primitive.modules.rotary import RotaryConfig, cos_sin_table
@@ -85,6 +86,19 @@ class Decoder(nn.Module):
         head = self.embed.weight if c.tied_head else nn.Parameter(torch.empty(rows, c.hidden, dtype=dtype))
         self.head = LMHead(head, c.vocab_size, ops)
         self.register_buffer("cos_sin", cos_sin_table(c.rotary, dtype), persistent=False)
+
+    def probe_shapes(self) -> ModelShapes:
+        """The shapes at which this model calls its kernels."""
+        c = self.config
+        linears = {(m.weight.shape[0], m.weight.shape[1]) for m in self.modules() if isinstance(m, Linear)}
+        norms = {m.weight.shape[0] for m in self.modules() if isinstance(m, RMSNorm)}
+        return ModelShapes(
+            linears=tuple(sorted(linears)),
+            norms=tuple(sorted(norms)),
+            attention=(c.heads, c.kv_heads, c.head_dim),
+            swiglu=(c.intermediate,),
+            head=(c.vocab_size, c.hidden),
+        )
 
     def hidden(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
         """input_ids[T] -> normalised hidden states [T, H]."""

@@ -4,6 +4,7 @@ Modules are given an `Ops` and call it; which kernels run was decided once, by w
 """
 
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ class Ops:
     """visible: the kernel set that inference runs. vjp: a module of backwards with one function for each of its kernels."""
 
     def __init__(self, visible: VisibleKernels, vjp: ModuleType):
-        self.visible = visible
+        self.visible: Any = visible
         self._linear = VJP(("x", "weight", "bias"), ("y",), ("x", "weight"), vjp.linear)
         self._embedding = VJP(("ids", "weight"), ("y",), ("ids", "weight"), vjp.embedding)
         self._rms_norm = VJP(("x", "weight", "eps"), ("y",), ("x", "weight"), vjp.rms_norm)

@@ -1,0 +1,94 @@
+"""Known errors, planted on one side where the real fault would arise, before scoring. A proof that does not see them proves nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from lite.errors import InputError, nearest
+from lite.model.protocol import ModelBundle
+from lite.primitive.ckpt.spec import Skip, Weight, WeightTable
+from lite.primitive.compare import bits
+from lite.runtime.batch import PackedBatch
+from lite.runtime.rollout.engine import Trajectory
+
+
+@dataclass(frozen=True)
+class Plant:
+    """kind, what it does, and the hooks of the proof that it changes; a hook left alone is the identity."""
+
+    kind: str
+    what: str
+    skip_sync: bool = False
+    table: Callable[[WeightTable], WeightTable] = lambda table: table  # the trainer's load
+    batch: Callable[[PackedBatch], PackedBatch] = lambda batch: batch  # the trainer's micro-batches
+    rollout: Callable[[list[Trajectory]], list[Trajectory]] = lambda trajectories: trajectories
+
+
+def _order(suffix: str, order: tuple[int, ...]) -> Callable[[WeightTable], WeightTable]:
+    """Fuses the parts of each parameter with that suffix in another order."""
+
+    def change(table: WeightTable) -> WeightTable:
+        def swapped(entry: Weight | Skip) -> Weight | Skip:
+            if isinstance(entry, Skip) or not entry.native.endswith(suffix) or entry.rows is None:
+                return entry
+            rows = entry.rows
+            return replace(entry, hf=tuple(entry.hf[i] for i in order), rows=lambda c: tuple(rows(c)[i] for i in order))
+
+        return tuple(swapped(entry) for entry in table)
+
+    return change
+
+
+def _one_ulp(trajectories: list[Trajectory]) -> list[Trajectory]:
+    middle = len(trajectories) // 2
+    logprobs = trajectories[middle].logprobs.clone()
+    bits(logprobs)[len(logprobs) // 2] ^= 1
+    return [*trajectories[:middle], replace(trajectories[middle], logprobs=logprobs), *trajectories[middle + 1 :]]
+
+
+def _mask_shift(batch: PackedBatch) -> PackedBatch:
+    assert batch.loss_mask is not None
+    return replace(batch, loss_mask=batch.loss_mask.roll(1))
+
+
+def _position_shift(batch: PackedBatch) -> PackedBatch:
+    positions = [torch.arange(n) - (torch.arange(n) >= max(n // 2, 1)).long() for n in batch.seq_lens]
+    return replace(batch, position_ids=torch.cat(positions))
+
+
+def _packing_leak(batch: PackedBatch) -> PackedBatch:
+    first, second, *rest = batch.seq_lens
+    return replace(batch, seq_lens=(first + second, *rest), position_ids=batch.context.positions)
+
+
+PLANTS = {
+    plant.kind: plant
+    for plant in (
+        Plant("stale-weights", "the engine misses a weight sync", skip_sync=True),
+        Plant("one-ulp", "one bit of one rollout logprob is flipped", rollout=_one_ulp),
+        Plant("qkv-order", "the trainer's load fuses k|q|v", table=_order("qkv.weight", (1, 0, 2))),
+        Plant("gate-up-order", "the trainer's load fuses up|gate", table=_order("gate_up.weight", (1, 0))),
+        Plant("mask-shift", "the trainer's loss mask is one row late", batch=_mask_shift),
+        Plant("position-shift", "the trainer's positions are one too low in each sequence's second half", batch=_position_shift),
+        Plant("packing-leak", "the trainer ignores the boundary of the first two sequences of a row", batch=_packing_leak),
+    )
+}
+
+
+def find_plant(kind: str) -> Plant:
+    if kind not in PLANTS:
+        raise InputError("--plant", f"{kind!r} is not known", nearest(kind, PLANTS))
+    return PLANTS[kind]
+
+
+def check_applies(plant: Plant, bundle: ModelBundle, updates: int, samples: int) -> None:
+    """InputError (exit 2) where the plant has no meaning for this run."""
+    needs = {"qkv-order": "qkv.weight", "gate-up-order": "gate_up.weight"}
+    suffix = needs.get(plant.kind)
+    if suffix and not any(isinstance(e, Weight) and e.native.endswith(suffix) and e.rows for e in bundle.weights):
+        raise InputError("--plant", f"{plant.kind} has no meaning for this family: it fuses no such parameter", "choose another kind")
+    if plant.kind == "stale-weights" and updates == 0:
+        raise InputError("--plant", "stale-weights needs an update to miss", "set --updates to at least 1")
+    if plant.kind == "packing-leak" and samples < 2:
+        raise InputError("--plant", "packing-leak needs two sequences in a row", "raise --groups or --samples")

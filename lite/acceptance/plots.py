@@ -1,0 +1,90 @@
+"""What a person looks at: rollout against trainer logprob, reward and gradient norm, and the first mismatch where there is one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lite.acceptance.bundle import load_bundle
+
+
+def draw_plots(out: Path, receipt: dict[str, Any]) -> list[str]:
+    """Writes PNGs under out/plots. -> their paths relative to out; none where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    (out / "plots").mkdir(exist_ok=True)
+    drawn = [_logprobs(out, receipt), _training(out, receipt)]
+    mismatch = _first_mismatch(out, receipt)
+    return [*drawn, mismatch] if mismatch else drawn
+
+
+def _save(figure: Any, out: Path, name: str) -> str:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(out / "plots" / name, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+    return f"plots/{name}"
+
+
+def _logprobs(out: Path, receipt: dict[str, Any]) -> str:
+    import matplotlib.pyplot as plt
+
+    policies = receipt["policies"]
+    figure, axes = plt.subplots(1, len(policies), figsize=(4.2 * len(policies), 4.2), squeeze=False)
+    for axis, policy in zip(axes[0], policies, strict=True):
+        name = policy["policy"]
+        rollout = torch.cat([t.logprobs for t in load_bundle(out / "rollout" / f"{name}.safetensors")])
+        scores = load_file(out / "scores" / f"{name}.safetensors")
+        low = float(min(rollout.min(), scores["actor"].min()))
+        axis.plot([low, 0], [low, 0], color="0.8", linewidth=1, zorder=0)
+        axis.scatter(rollout, scores["score"], s=14, facecolors="none", edgecolors="tab:blue", linewidths=0.6, label="score (no grad)")
+        axis.scatter(rollout, scores["actor"], s=3, color="tab:orange", label="actor (grad)")
+        axis.set_title(f"{name}: {policy['actor']['valid_tokens']} tokens\nmismatch {policy['score']['mismatch']} score, "
+                       f"{policy['actor']['mismatch']} actor", fontsize=9)  # fmt: skip
+        axis.set_xlabel("rollout logprob (nats)")
+    axes[0][0].set_ylabel("trainer logprob (nats)")
+    axes[0][0].legend(fontsize=7)
+    return _save(figure, out, "logprobs.png")
+
+
+def _training(out: Path, receipt: dict[str, Any]) -> str:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2))
+    names = [p["policy"] for p in receipt["policies"]]
+    left.plot(names, [p["reward_mean"] for p in receipt["policies"]], marker="o")
+    left.set_title("mean reward per policy", fontsize=9)
+    steps = [str(u["step"]) for u in receipt["updates"]]
+    right.plot(steps, [u["grad_norm"] for u in receipt["updates"]], marker="o", color="tab:red")
+    right.set_title("gradient norm per update", fontsize=9)
+    right.set_xlabel("update")
+    return _save(figure, out, "training.png")
+
+
+def _first_mismatch(out: Path, receipt: dict[str, Any]) -> str | None:
+    """The failing response, token by token: how far the trainer is from the rollout."""
+    import matplotlib.pyplot as plt
+
+    for policy in receipt["policies"]:
+        for path in ("score", "actor"):
+            where = policy[path]["first_mismatch"]
+            if where is None:
+                continue
+            trajectories = load_bundle(out / "rollout" / f"{policy['policy']}.safetensors")
+            trainer = load_file(out / "scores" / f"{policy['policy']}.safetensors")[path]
+            lengths = [len(t.response_ids) for t in trajectories]
+            index = next(i for i, t in enumerate(trajectories) if (t.uid, t.sample) == (where["uid"], where["sample"]))
+            difference = trainer.split(lengths)[index] - trajectories[index].logprobs
+            figure, axis = plt.subplots(figsize=(8.4, 3.2))
+            axis.bar(range(len(difference)), difference, color="tab:red")
+            axis.axvline(where["position"], color="0.6", linewidth=1, linestyle="--")
+            axis.set_title(f"first mismatch: {policy['policy']} {path}, uid {where['uid']} sample {where['sample']}, "
+                           f"response token {where['position']}", fontsize=9)  # fmt: skip
+            axis.set_xlabel("response token")
+            axis.set_ylabel("trainer - rollout (nats)")
+            return _save(figure, out, "first_mismatch.png")
+    return None

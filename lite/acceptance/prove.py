@@ -1,0 +1,251 @@
+"""The proof: rollout, score, update, again; every token's logprob compared by bytes on both of the trainer's paths."""
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from lite import __version__
+from lite.acceptance.bundle import save_bundle
+from lite.acceptance.grpo import advantages
+from lite.acceptance.plants import Plant, find_plant
+from lite.acceptance.receipt import SCHEMA, closure, environment, git_state, kernel_sources, verdict, weights_sha256, write_json
+from lite.acceptance.scoring import (
+    MixerMagnitude,
+    PackedRollout,
+    compare_path,
+    distinct_samples,
+    gradient_coverage,
+    grpo_loss,
+    pack_rollout,
+)
+from lite.acceptance.sides import ProveConfig, build_sides, check_choice
+from lite.errors import InputError, ProbeError
+from lite.primitive.optimizer.master import update_norm
+from lite.runtime.rollout.engine import Prompt, Trajectory
+from lite.runtime.rollout.paged_cache import PAGE
+
+REDRAWS = 5
+RECEIPT, ROLLOUT, SCORES, PLOTS = "receipt.json", "rollout", "scores", "plots"
+
+
+class Progress(Protocol):
+    """Told what goes on; the command line draws it."""
+
+    def phase(self, name: str, total: int) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """-> the receipt, also written to out/receipt.json.
+
+    What goes wrong once the folder is there (a bad checkpoint, a failed probe) gives status "inconclusive" and its reason; a choice that
+    can be refused before raises InputError and writes nothing.
+    """
+    plant = find_plant(config.plant) if config.plant else None
+    check_choice(config)
+    _fresh_folder(config.out)
+    receipt: dict[str, Any] = {
+        "schema": SCHEMA, "status": "inconclusive", "reason": "did not finish", "command": list(command), "plant": config.plant,
+    }  # fmt: skip
+    try:
+        receipt |= _Proof(config, plant, progress).run()
+    except (InputError, ProbeError) as error:
+        receipt["reason"] = str(error)
+    receipt |= {"git": git_state(), "closure": closure()}
+    write_json(config.out / RECEIPT, receipt)
+    return receipt
+
+
+def _fresh_folder(out: Path) -> None:
+    """Creates it, or clears what an earlier run wrote; a folder with anything else in it is somebody's."""
+    ours = {RECEIPT, ROLLOUT, SCORES, PLOTS, "proxy", "report.md"}
+    if out.exists() and (not out.is_dir() or any(entry.name not in ours for entry in out.iterdir())):
+        raise InputError("--out", f"{out} exists and is no folder of an earlier run", "name another folder")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+
+class _Proof:
+    """One run: the two sides, and what has been found so far."""
+
+    def __init__(self, config: ProveConfig, plant: Plant | None, progress: Progress):
+        self.config, self.plant, self.progress = config, plant, progress
+        progress.phase("build and probe", 1)
+        self.sides = build_sides(config, plant)
+        progress.advance(1)
+        self.policies: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
+        self.prompt_lengths: list[int] = []
+        self.response_lengths: list[int] = []
+        self.mixer_ratios: list[float] = []
+        self.seconds: dict[str, float] = {}
+        self.round = 0
+        self.loss = 0.0
+
+    def run(self) -> dict[str, Any]:
+        for k in range(self.config.updates + 1):
+            if k:
+                self._sync(k)
+            drawn = self._rollout(k)
+            if drawn is None:
+                break
+            trajectories, rewards, advantage = drawn
+            self._score(k, trajectories, rewards, advantage)
+            if k < self.config.updates:
+                self._update(k, trajectories, advantage)
+            self.sides.runtime.zero_grad(self.sides.trainer)
+        return self._findings()
+
+    def _sync(self, k: int) -> None:
+        if self.plant and self.plant.skip_sync:
+            return
+        s = self.sides
+        with self._timed(f"theta{k} sync", 1):
+            s.engine.update_weights(s.runtime.export_weights(s.trainer), s.trainer.weights.require())
+
+    def _rollout(self, k: int) -> tuple[list[Trajectory], list[float], list[float]] | None:
+        """Responses of the next prompts, with rewards and advantages; the bundle is on disk before anything is scored. A batch without
+        one non-zero advantage is no update: the next prompts are drawn instead. None where that goes on."""
+        s, c = self.sides, self.config
+        for _ in range(REDRAWS):
+            prompts = s.task.prompts(self.round)
+            self.round += 1
+            with self._timed(f"theta{k} rollout", c.groups * c.samples * c.response_tokens):
+                trajectories = s.engine.generate(prompts, s.sampling, self.progress.advance)
+            rewards = [s.task.reward(t.uid, t.response_ids) for t in trajectories]
+            advantage = advantages(trajectories, rewards)
+            if self.plant:
+                trajectories = self.plant.rollout(trajectories)
+            save_bundle(c.out / ROLLOUT / f"theta{k}.safetensors", trajectories, rewards, s.engine.fingerprint(), c.temperature)
+            if any(advantage) or k == c.updates:
+                self._measure_lengths(prompts, trajectories)
+                return trajectories, rewards, advantage
+            self.progress.note(f"theta{k}: no advantage in {len(prompts)} groups, drawing the next prompts")
+        return None
+
+    def _measure_lengths(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> None:
+        self.prompt_lengths += [len(p.ids) for p in prompts]
+        self.response_lengths += [len(t.response_ids) for t in trajectories]
+
+    def _score(self, k: int, trajectories: list[Trajectory], rewards: list[float], advantage: list[float]) -> None:
+        """Both paths on the same packed rollout: old logprobs without gradient, then the forward that training differentiates, its
+        logprobs taken before the loss. The gradient stays for the update."""
+        s, c = self.sides, self.config
+        rollout = pack_rollout(trajectories, c.temperature, c.token_budget, c.seed + k, self.plant)
+        with self._timed(f"theta{k} score", 1), MixerMagnitude(s.trainer) as magnitude:
+            score = s.runtime.forward_backward(s.trainer, rollout.batches, forward_only=True)
+        if k == 0:
+            self.mixer_ratios = magnitude.ratios()
+        with self._timed(f"theta{k} actor", 1):
+            actor = s.runtime.forward_backward(s.trainer, rollout.batches, grpo_loss(rollout, advantage))
+        self.loss = float(torch.stack(actor.losses).sum())
+        self._keep_scores(k, rollout, score.log_probs, actor.log_probs)
+        self.policies.append({
+            "policy": f"theta{k}",
+            "version": {"engine": trajectories[0].policy_version, "trainer": score.weights_version},
+            "fingerprint": {"engine": s.engine.fingerprint(), "trainer": s.trainer.weights.fingerprint()},
+            "reward_mean": sum(rewards) / len(rewards),
+            "score": compare_path(rollout, score.log_probs, score.requires_grad),
+            "actor": compare_path(rollout, actor.log_probs, actor.requires_grad),
+        })  # fmt: skip
+        found = self.policies[-1]
+        self.progress.note(
+            f"theta{k}: {found['score']['valid_tokens']} tokens, mismatch {found['score']['mismatch']} score, "
+            f"{found['actor']['mismatch']} actor, reward {found['reward_mean']:.3f}"
+        )
+
+    def _keep_scores(self, k: int, rollout: PackedRollout, score: Sequence[torch.Tensor], actor: Sequence[torch.Tensor]) -> None:
+        """The trainer's logprobs in the bundle's order, beside it."""
+        path = self.config.out / SCORES / f"theta{k}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_file({name: torch.cat(rollout.by_trajectory(rows)) for name, rows in (("score", score), ("actor", actor))}, path)
+
+    def _update(self, k: int, trajectories: list[Trajectory], advantage: list[float]) -> None:
+        s = self.sides
+        expected, with_grad, without = gradient_coverage(s.trainer)
+        optimizer = s.trainer.optimizer
+        assert optimizer is not None
+        before = {name: master.clone() for name, master in optimizer.masters.items()}
+        with self._timed(f"theta{k} update", 1):
+            done, norm, _ = s.runtime.optimizer_step(s.trainer)
+            s.runtime.lr_scheduler_step(s.trainer)
+        if not done:
+            raise InputError(f"update {k + 1}", f"the gradient norm is {norm}", "look into the rollout bundle, which is kept")
+        groups, collapsed, distinct = distinct_samples(trajectories)
+        by_group: dict[str, bool] = {}
+        for t, a in zip(trajectories, advantage, strict=True):
+            by_group[t.uid] = by_group.get(t.uid, False) or a != 0
+        self.updates.append({
+            "step": k + 1,
+            "loss": self.loss,
+            "grad_norm": norm,
+            "master_update_norm": update_norm(before, optimizer.masters),
+            "deployed_bytes_changed": s.trainer.weights.bytes_changed,
+            "nonzero_advantages": sum(a != 0 for a in advantage),
+            "groups": groups,
+            "collapsed_groups": collapsed,
+            "zero_advantage_groups": sum(not any_advantage for any_advantage in by_group.values()),
+            "samples": len(trajectories),
+            "distinct_samples": distinct,
+            "parameters_expected": expected,
+            "parameters_with_grad": with_grad,
+            "without_grad": without,
+        })  # fmt: skip
+
+    @contextmanager
+    def _timed(self, name: str, total: int) -> Iterator[None]:
+        """Tells the progress and keeps the time of one phase."""
+        self.progress.phase(name, total)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
+        if total == 1:
+            self.progress.advance(1)
+
+    def _findings(self) -> dict[str, Any]:
+        s, c = self.sides, self.config
+        status, reason = verdict(self.policies, self.updates, self.mixer_ratios, c.proxy is not None, c.updates)
+        return {
+            "status": status,
+            "reason": reason,
+            "subject": {
+                "family": s.runtime.family,
+                "weights": "random" if c.proxy else "trained",
+                "weights_sha256": weights_sha256(s.folder),
+                "geometry": s.runtime.hf_config,
+                "layers": s.trainer.bundle.layers,
+                "parameters": sum(p.numel() for p in s.trainer.module.parameters()),
+                "dtype": c.dtype,
+                "mixer_to_residual_rms": self.mixer_ratios,
+                "skipped": s.trainer.load_report.skipped,
+                "converted": s.trainer.load_report.converted,
+            },
+            "engine": {
+                "name": s.engine.name, "version": __version__, "plugin": "none", "batch_invariant": True, "attention": "reference",
+                "graphs": "eager", "runner": "embedded", "page": PAGE, "handshake": [],
+            },
+            "kernels": {
+                "set": s.ops.visible.NAME, "sources": kernel_sources(s.ops.visible), "probes": [p.as_dict() for p in s.trainer.probes],
+            },
+            "task": s.task.reward_rule,
+            "lengths": {
+                "prompt": [min(self.prompt_lengths), max(self.prompt_lengths)],
+                "response": [min(self.response_lengths), max(self.response_lengths)],
+                **asdict(s.engine.counters),
+            },
+            "policies": self.policies,
+            "updates": self.updates,
+            "seconds": self.seconds,
+            "environment": environment(s.trainer.device, {name: str(value) for name, value in asdict(c).items()}),
+        }  # fmt: skip
+

@@ -1,0 +1,50 @@
+"""A small random checkpoint of a family, on disk like any other, with weights of realistic magnitude.
+
+Magnitude matters: with weights of 1e-3 a mixer moves a bf16 residual by nothing, and every comparison passes, the wrong ones too.
+Projections keep their input's scale, norms scatter around 1, the embedding is of the residual's usual size and the head's logits
+spread over a few nats. The receipt says by how much each mixer moves the residual and is inconclusive where that is too little.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lite.model.protocol import ParallelConfig
+from lite.model.registry import family
+from lite.primitive.ckpt.hf_weights import export_weights
+from lite.primitive.ckpt.safetensors_files import write_checkpoint
+from lite.primitive.modules.linear import Embedding, Linear
+from lite.primitive.modules.norm import RMSNorm
+from lite.primitive.ops.bridges import reference_ops
+
+
+@torch.no_grad()
+def write_proxy(name: str, folder: Path, *, geometry: str, layers: int | None, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """-> the config.json written."""
+    protocol = family(name)
+    hf_config = protocol.proxy_config(geometry, layers)
+    config = protocol.build_model_config(hf_config)
+    bundle = protocol.build_model(
+        config, impl_cfg=protocol.ImplConfig(), parallel=ParallelConfig(), kernels=reference_ops(), dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
+
+    model = bundle.module
+    normal(model.head.weight, 2.0 * config.hidden**-0.5)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            normal(module.weight, 0.1, mean=1.0)
+        elif isinstance(module, Linear):
+            normal(module.weight, module.weight.shape[1] ** -0.5)
+            if module.bias is not None:
+                normal(module.bias, 0.1)
+        elif isinstance(module, Embedding) and module.weight is not model.head.weight:
+            normal(module.weight, 0.5)
+    parameters = {parameter_name: p.to(dtype) for parameter_name, p in model.named_parameters()}
+    hf_config["dtype"] = str(dtype).removeprefix("torch.")
+    write_checkpoint(folder, hf_config, export_weights(bundle.weights, config, bundle.layers, parameters))
+    return hf_config

@@ -1,0 +1,119 @@
+"""The receipt: what was run, on what, and what came of it; written whole or not at all."""
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lite.primitive.kernels.visible import VisibleKernels
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel was installed
+NOT_IN_CLOSURE = ("lite.cli", "lite.acceptance.report", "lite.acceptance.plots")
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    os.replace(scratch, path)
+
+
+def closure() -> dict[str, str]:
+    """sha256 of every lite source that this process has loaded, by path relative to the repository (also from a wheel)."""
+    files = [
+        Path(module.__file__)
+        for name, module in list(sys.modules.items())
+        if (name == "lite" or name.startswith("lite.")) and not name.startswith(NOT_IN_CLOSURE) and module.__file__
+    ]
+    return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def kernel_sources(kernels: VisibleKernels) -> dict[str, str]:
+    """sha256 of the source of each visible kernel's module, by kernel name."""
+    names = [name for name, value in vars(VisibleKernels).items() if inspect.isfunction(value) and not name.startswith("_")]
+    found = {}
+    for name in names:
+        home = inspect.getmodule(vars(kernels)[name])
+        assert isinstance(home, ModuleType) and home.__file__ is not None
+        found[name] = hashlib.sha256(Path(home.__file__).read_bytes()).hexdigest()
+    return found
+
+
+def weights_sha256(folder: Path) -> str:
+    """Over the checkpoint's weight files, in the order of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as f:
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    return digest.hexdigest()
+
+
+def git_state() -> dict[str, Any] | None:
+    """The checkout that this package runs from; None where it was installed from a wheel."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        status = subprocess.run(["git", "status", "--porcelain", "lite"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit, "dirty": bool(status.strip())}
+
+
+def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+        "safetensors": version("safetensors"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "threads": torch.get_num_threads(),
+        "config": config,
+    }
+
+
+def verdict(
+    policies: list[dict[str, Any]], updates: list[dict[str, Any]], ratios: list[float], random_weights: bool, wanted: int
+) -> tuple[str, str]:
+    """-> (status, reason). A mismatch fails; what would make a pass vacuous is inconclusive; the rest passes.
+
+    ratios: mixer to residual rms by layer. wanted: the updates asked for.
+    """
+    for policy in policies:
+        for path in ("score", "actor"):
+            p = policy[path]
+            if p["mismatch"] or p["nonfinite"]:
+                counts = f"{p['mismatch']} of {p['valid_tokens']} tokens differ, {p['nonfinite']} are not finite"
+                return "fail", f"{policy['policy']} {path}: {counts}"
+            if p["dtype"] != "float32":
+                return "fail", f"{policy['policy']} {path}: logprobs are {p['dtype']}, not float32"
+        if policy["actor"]["requires_grad"] is not True or policy["score"]["requires_grad"] is not False:
+            return "fail", f"{policy['policy']}: the paths were not one without and one with gradient"
+        if policy["fingerprint"]["engine"] != policy["fingerprint"]["trainer"]:
+            return "fail", f"{policy['policy']}: engine and trainer hold different weights"
+    for u in updates:
+        if u["parameters_with_grad"] != u["parameters_expected"] or u["without_grad"]:
+            return "fail", f"update {u['step']}: no gradient for {', '.join(u['without_grad'][:3])}"
+        if u["collapsed_groups"]:
+            return "inconclusive", f"update {u['step']}: {u['collapsed_groups']} groups hold fewer than two distinct samples"
+        if not (u["grad_norm"] > 0 and u["master_update_norm"] > 0 and u["deployed_bytes_changed"] > 0 and u["nonzero_advantages"] > 0):
+            return "inconclusive", f"update {u['step']} changed nothing that is deployed, so the next policy proves nothing"
+    if len(updates) < wanted:
+        return "inconclusive", f"{len(updates)} of {wanted} updates were made: no batch had a non-zero advantage"
+    if random_weights and ratios and min(ratios) < 0.02:
+        layer = ratios.index(min(ratios))
+        return "inconclusive", f"vacuous: layer {layer}'s mixer moves the residual by {ratios[layer]:.4f} of its rms, under 0.02"
+    tokens = sum(p["score"]["valid_tokens"] for p in policies)
+    return "pass", f"{tokens} tokens under {len(policies)} policies have the same bytes on both paths"

@@ -1,0 +1,152 @@
+"""The trainer's two paths over a rollout, and the byte comparison of each with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lite.acceptance.grpo import policy_loss
+from lite.acceptance.plants import Plant
+from lite.errors import InputError
+from lite.primitive.ckpt.spec import parts
+from lite.primitive.compare import compare_bytes
+from lite.primitive.modules.head import TokenScores
+from lite.primitive.parallel.packing import micro_batches
+from lite.runtime.batch import PackedBatch
+from lite.runtime.rollout.engine import Trajectory
+from lite.runtime.runtime import Handle, LossFn, StepContext
+
+
+@dataclass(frozen=True)
+class PackedRollout:
+    """A rollout as the trainer sees it: which trajectories stand in which micro-batch, in which order."""
+
+    trajectories: list[Trajectory]
+    members: list[list[int]]
+    batches: list[PackedBatch]
+
+    def by_trajectory(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The scored rows of each micro-batch ([T] each), handed back to their trajectories."""
+        found: dict[int, Tensor] = {}
+        for members, batch, values in zip(self.members, self.batches, rows, strict=True):
+            assert batch.loss_mask is not None
+            scored = values[batch.loss_mask.to(values.device)].cpu()
+            lengths = [len(self.trajectories[i].response_ids) for i in members]
+            found.update(zip(members, scored.split(lengths), strict=True))
+        return [found[i] for i in range(len(self.trajectories))]
+
+
+def pack_rollout(trajectories: list[Trajectory], temperature: float, token_budget: int, seed: int, plant: Plant | None) -> PackedRollout:
+    """Packs in an order of its own (shuffled by seed), so that no trajectory keeps its rollout neighbours; at least two to a row."""
+    order = torch.randperm(len(trajectories), generator=torch.Generator().manual_seed(seed)).tolist()
+    lengths = [len(trajectories[i].prompt_ids) + len(trajectories[i].response_ids) for i in order]
+    members = [[order[i] for i in batch] for batch in micro_batches(lengths, token_budget)]
+    if len(members) > 1 and len(members[-1]) == 1:
+        members[-1].insert(0, members[-2].pop())
+    batches = []
+    for batch in members:
+        samples = [(trajectories[i].prompt_ids, trajectories[i].response_ids) for i in batch]
+        packed = PackedBatch.from_samples(samples, temperature)
+        if len(set(packed.seq_lens)) < 2:
+            raise InputError("trainer's packing", "a row holds no two sequences of unequal length, so it proves nothing about packing",
+                             "raise --groups or spread --prompt-tokens")  # fmt: skip
+        batches.append(plant.batch(packed) if plant else packed)
+    return PackedRollout(trajectories, members, batches)
+
+
+def grpo_loss(rollout: PackedRollout, advantages: Sequence[float]) -> LossFn:
+    """The loss of each micro-batch, found by its index; rows in packed order."""
+    tokens = sum(len(t.response_ids) for t in rollout.trajectories)
+
+    def loss(scores: TokenScores, batch: PackedBatch, ctx: StepContext) -> tuple[Tensor, dict[str, Any]]:
+        members = rollout.members[ctx.index]
+        old = torch.cat([rollout.trajectories[i].logprobs for i in members]).to(scores.logprob.device)
+        advantage = torch.cat([torch.full((len(rollout.trajectories[i].response_ids),), advantages[i]) for i in members]).to(old.device)
+        own = scores.logprob[batch.loss_mask]
+        return policy_loss(own, old, advantage, tokens), {}
+
+    return loss
+
+
+def compare_path(rollout: PackedRollout, logprobs: Sequence[Tensor], requires_grad: Sequence[bool]) -> dict[str, Any]:
+    """One PATH entry of the receipt. logprobs: [T] of each micro-batch."""
+    trainer = rollout.by_trajectory(logprobs)
+    result = compare_bytes(torch.cat([t.logprobs for t in rollout.trajectories]), torch.cat(trainer))
+    first = None
+    if result.first is not None:
+        index = result.first
+        for t, own in zip(rollout.trajectories, trainer, strict=True):
+            if index < len(own):
+                first = {"uid": t.uid, "sample": t.sample, "position": index,
+                         "rollout": _json(t.logprobs[index]), "trainer": _json(own[index])}  # fmt: skip
+                break
+            index -= len(own)
+    return {
+        "grad_mode": "grad" if all(requires_grad) else "no_grad",
+        "requires_grad": all(requires_grad),
+        "dtype": result.dtype,
+        "valid_tokens": result.valid_tokens,
+        "mismatch": result.mismatch,
+        "nonfinite": result.nonfinite,
+        "max_abs": result.max_abs if result.max_abs == result.max_abs else None,
+        "first_mismatch": first,
+    }
+
+
+def _json(value: Tensor) -> float | str:
+    """A float, or its name where JSON has none."""
+    number = float(value)
+    return number if torch.isfinite(value) else str(number)
+
+
+class MixerMagnitude:
+    """Forward hooks that measure, layer by layer, rms(mixer output) / rms(residual it is added to) over the tokens they see."""
+
+    def __init__(self, handle: Handle):
+        self.squares = [[0.0, 0.0] for _ in range(handle.bundle.layers)]
+        self.outputs: dict[int, Tensor] = {}
+        self.hooks = []
+        for i, layer in enumerate(handle.bundle.module.layers):
+            mixer = layer.get_submodule("mixer")
+            self.hooks.append(mixer.register_forward_hook(lambda m, args, out, i=i: self.outputs.__setitem__(i, out.detach())))
+            self.hooks.append(layer.register_forward_hook(lambda m, args, out, i=i: self._add(i, out[1].detach())))
+
+    def _add(self, i: int, residual_after: Tensor) -> None:
+        mixed = self.outputs.pop(i).double()
+        self.squares[i][0] += float(mixed.square().sum())
+        self.squares[i][1] += float((residual_after.double() - mixed).square().sum())
+
+    def __enter__(self) -> "MixerMagnitude":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def ratios(self) -> list[float]:
+        return [(mixed / residual) ** 0.5 for mixed, residual in self.squares]
+
+
+def distinct_samples(trajectories: Sequence[Trajectory]) -> tuple[int, int, int]:
+    """-> (groups, groups with fewer than two distinct samples, distinct samples over all groups)."""
+    groups: dict[str, set[tuple[int, ...]]] = {}
+    for t in trajectories:
+        groups.setdefault(t.uid, set()).add(t.response_ids)
+    return len(groups), sum(len(g) < 2 for g in groups.values()), sum(len(g) for g in groups.values())
+
+
+def gradient_coverage(handle: Handle) -> tuple[int, int, list[str]]:
+    """By checkpoint tensor name: (expected, with a finite non-zero gradient, names without)."""
+    b = handle.bundle
+    named = dict(b.module.named_parameters())
+    without = []
+    expected = parts(b.weights, b.config, b.layers)
+    for part in expected:
+        grad = named[part.native].grad
+        rows = None if grad is None else grad[part.start : part.stop]
+        if rows is None or not bool(torch.isfinite(rows).all()) or not bool(rows.any()):
+            without.append(part.hf)
+    return len(expected), len(expected) - len(without), without
+

@@ -1,0 +1,133 @@
+"""The two sides of a proof: a trainer, and an engine with a model of its own, each loading the same checkpoint by itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lite.acceptance.plants import Plant, check_applies
+from lite.acceptance.proxy import write_proxy
+from lite.acceptance.tasks import PromptFileTask, Task, TokenSetTask
+from lite.errors import InputError
+from lite.model.protocol import ModelBundle
+from lite.primitive.ckpt.safetensors_files import read_json
+from lite.primitive.ops.bridges import Ops, reference_ops
+from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConfig
+from lite.runtime.rollout.embedded import EmbeddedEngine
+from lite.runtime.rollout.engine import Sampling
+from lite.runtime.rollout.paged_cache import PAGE
+from lite.runtime.runtime import Handle, Runtime
+
+
+@dataclass(frozen=True)
+class ProveConfig:
+    """As the command line gives it. Exactly one of model (a checkpoint folder) and proxy (a family)."""
+
+    out: Path
+    model: Path | None = None
+    proxy: str | None = None
+    geometry: str = "tiny"
+    layers: int | None = None
+    engine: str = "embedded"
+    updates: int = 2
+    prompts: Path | None = None
+    prompt_tokens: tuple[int, int] = (1, 40)
+    response_tokens: int = 24
+    groups: int = 4
+    samples: int = 4
+    dtype: str = "bf16"
+    seed: int = 0
+    temperature: float = 1.0
+    lr: float = 1e-4
+    token_budget: int = 2048
+    plant: str | None = None
+
+
+@dataclass
+class Sides:
+    folder: Path
+    ops: Ops
+    runtime: Runtime
+    trainer: Handle
+    engine: EmbeddedEngine
+    task: Task
+    sampling: Sampling
+
+
+class PlantedRuntime(Runtime):
+    """A trainer whose load is planted with an error."""
+
+    def __init__(self, config: RuntimeConfig, plant: Plant):
+        super().__init__(config)
+        self.plant = plant
+
+    def bundle(self, ops: Ops | None = None) -> ModelBundle:
+        bundle = super().bundle(ops)
+        bundle.weights = self.plant.table(bundle.weights)
+        return bundle
+
+
+def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
+    """Raises InputError for anything that cannot be built, asked or planted, ProbeError where a kernel breaks its promise."""
+    folder = c.model or c.out / "proxy"
+    backend = MegatronLiteConfig(
+        dtype=c.dtype,  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=c.lr),
+        override={"num_hidden_layers": c.layers} if c.layers and c.model else {},
+    )
+    if c.proxy is not None:
+        write_proxy(c.proxy, folder, geometry=c.geometry, layers=c.layers, dtype=backend.torch_dtype, seed=c.seed)
+    runtime_config = RuntimeConfig(hf_path=str(folder), backend_cfg=backend)
+    runtime = PlantedRuntime(runtime_config, plant) if plant else Runtime(runtime_config)
+    ops = reference_ops()
+    trainer = runtime.build_model(ops)
+    if plant:
+        check_applies(plant, trainer.bundle, c.updates, c.groups * c.samples)
+    runtime.train_mode(trainer)
+
+    eos = eos_token_ids(folder, runtime.hf_config)
+    sampling = Sampling(temperature=c.temperature, max_tokens=c.response_tokens, n=c.samples, seed=c.seed, eos_token_ids=eos)
+    if c.prompts is not None:
+        task: Task = PromptFileTask(c.prompts, folder, c.groups, eos)
+    else:
+        task = TokenSetTask(trainer.bundle.config.vocab_size, c.groups, c.prompt_tokens, c.seed)
+    return Sides(folder, ops, runtime, trainer, _engine(c, runtime_config, folder, task), task, sampling)
+
+
+def _engine(c: ProveConfig, runtime_config: RuntimeConfig, folder: Path, task: Task) -> EmbeddedEngine:
+    """Steps small enough to cut prompts, and three quarters of the cache that all running requests may need, so that full batches
+    also meet preemption."""
+    sequences = min(c.groups * c.samples, 32)
+    longest = task.longest_prompt + c.response_tokens
+    cache_tokens = max(sequences * longest * 3 // 4, longest + PAGE)
+    return EmbeddedEngine(
+        Runtime(runtime_config).bundle(),
+        folder,
+        max_step_tokens=max(48, sequences + task.longest_prompt - 1),
+        max_sequences=sequences,
+        cache_tokens=cache_tokens,
+    )
+
+
+def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """Of generation_config.json where there is one, else of config.json."""
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    ids = generation.get("eos_token_id", hf_config.get("eos_token_id"))
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def check_choice(c: ProveConfig) -> None:
+    """The choices that can be refused before anything is written."""
+    if (c.model is None) == (c.proxy is None):
+        raise InputError("prove", "needs one of --model and --proxy", "name a checkpoint folder or a family")
+    low, high = c.prompt_tokens
+    if not 1 <= low <= high:
+        raise InputError("--prompt-tokens", f"{low}:{high} is no range of lengths from 1", "write SHORTEST:LONGEST")
+    if c.engine != "embedded":
+        raise InputError("--engine", f"{c.engine} is not built into this version", "use embedded")
+    for name, value in (("--groups", c.groups), ("--samples", c.samples), ("--response-tokens", c.response_tokens)):
+        if value < 1:
+            raise InputError(name, f"{value} is not positive", "raise it")
+    if c.samples < 2 and c.updates:
+        raise InputError("--samples", f"{c.samples} sample a group has no group to be compared with", "raise it to 2 or more")
+    if c.updates < 0:
+        raise InputError("--updates", f"{c.updates} is negative", "use 0 or more")
