@@ -28,7 +28,7 @@ from lite.acceptance.scoring import (
 from lite.acceptance.sides import ProveConfig, build_sides, check_choice
 from lite.errors import InputError, ProbeError
 from lite.primitive.optimizer.master import update_norm
-from lite.runtime.rollout.engine import Prompt, Trajectory
+from lite.runtime.rollout.engine import Trajectory
 from lite.runtime.rollout.paged_cache import PAGE
 
 REDRAWS = 5
@@ -122,20 +122,17 @@ class _Proof:
             self.round += 1
             with self._timed(f"theta{k} rollout", c.groups * c.samples * c.response_tokens):
                 trajectories = s.engine.generate(prompts, s.sampling, self.progress.advance)
+            self.prompt_lengths += [len(p.ids) for p in prompts]
+            self.response_lengths += [len(t.response_ids) for t in trajectories]
             rewards = [s.task.reward(t.uid, t.response_ids) for t in trajectories]
             advantage = advantages(trajectories, rewards)
             if self.plant:
                 trajectories = self.plant.rollout(trajectories)
             save_bundle(c.out / ROLLOUT / f"theta{k}.safetensors", trajectories, rewards, s.engine.fingerprint(), c.temperature)
             if any(advantage) or k == c.updates:
-                self._measure_lengths(prompts, trajectories)
                 return trajectories, rewards, advantage
             self.progress.note(f"theta{k}: no advantage in {len(prompts)} groups, drawing the next prompts")
         return None
-
-    def _measure_lengths(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> None:
-        self.prompt_lengths += [len(p.ids) for p in prompts]
-        self.response_lengths += [len(t.response_ids) for t in trajectories]
 
     def _score(self, k: int, trajectories: list[Trajectory], rewards: list[float], advantage: list[float]) -> None:
         """Both paths on the same packed rollout: old logprobs without gradient, then the forward that training differentiates, its

@@ -95,7 +95,9 @@ def write_checkpoint(
         for file in beside.iterdir() if beside else ():
             if file.is_file() and file.name != "config.json" and ".safetensors" not in file.name:
                 shutil.copy2(file, scratch / file.name)
-        scratch.chmod(0o755)
+        for file in scratch.iterdir():
+            file.chmod(0o644)
+        scratch.chmod(0o755)  # mkdtemp made it private
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(scratch, folder)

@@ -1,0 +1,49 @@
+"""When a receipt may say "pass": each rule is broken once."""
+
+import copy
+
+import pytest
+
+from lite.acceptance.receipt import verdict
+
+
+def path(grad: bool) -> dict:
+    return {"requires_grad": grad, "dtype": "float32", "valid_tokens": 100, "mismatch": 0, "nonfinite": 0}
+
+
+def good():
+    policies = [{"policy": f"theta{k}", "score": path(False), "actor": path(True), "fingerprint": {"engine": str(k), "trainer": str(k)}}
+                for k in range(3)]  # fmt: skip
+    updates = [{"step": k, "grad_norm": 1.0, "master_update_norm": 0.1, "deployed_bytes_changed": 9, "nonzero_advantages": 4, "collapsed_groups": 0,
+                "parameters_expected": 5, "parameters_with_grad": 5, "without_grad": []} for k in (1, 2)]  # fmt: skip
+    return policies, updates, [0.5, 0.3]
+
+
+def test_the_unbroken_receipt_passes():
+    assert verdict(*good(), random_weights=True, wanted=2)[0] == "pass"
+
+
+BREAKS = [
+    ("fail", "differ", lambda p, u, r: p[2]["score"].update(mismatch=1)),
+    ("fail", "differ", lambda p, u, r: p[0]["actor"].update(mismatch=1)),
+    ("fail", "not finite", lambda p, u, r: p[1]["actor"].update(nonfinite=1)),
+    ("fail", "bfloat16", lambda p, u, r: p[1]["actor"].update(dtype="bfloat16")),
+    ("fail", "gradient", lambda p, u, r: p[1]["actor"].update(requires_grad=False)),
+    ("fail", "gradient", lambda p, u, r: p[1]["score"].update(requires_grad=True)),
+    ("fail", "different weights", lambda p, u, r: p[1]["fingerprint"].update(engine="0")),
+    ("fail", "no gradient", lambda p, u, r: u[0].update(parameters_with_grad=4, without_grad=["lm_head.weight"])),
+    ("inconclusive", "distinct", lambda p, u, r: u[1].update(collapsed_groups=1)),
+    ("inconclusive", "changed nothing", lambda p, u, r: u[1].update(deployed_bytes_changed=0)),
+    ("inconclusive", "changed nothing", lambda p, u, r: u[1].update(master_update_norm=0.0)),
+    ("inconclusive", "changed nothing", lambda p, u, r: u[1].update(nonzero_advantages=0)),
+    ("inconclusive", "1 of 2 updates", lambda p, u, r: u.pop()),
+    ("inconclusive", "vacuous", lambda p, u, r: r.__setitem__(1, 0.019)),
+]
+
+
+@pytest.mark.parametrize(("status", "reason", "break_it"), BREAKS)
+def test_each_broken_rule_is_named(status, reason, break_it):
+    policies, updates, ratios = copy.deepcopy(good())
+    break_it(policies, updates, ratios)
+    found, why = verdict(policies, updates, ratios, random_weights=True, wanted=2)
+    assert found == status and reason in why
