@@ -14,7 +14,7 @@ from lite.primitive.parallel.packing import PackedSequences, cumulative_lengths,
 class PackedBatch:
     """T tokens of N sequences, no padding.
 
-    input_ids[T], labels[T] int64: labels[t] is the token after input_ids[t] in its sequence (anything at a sequence's end).
+    input_ids[T], labels[T] int64: labels[t] is the token after input_ids[t] in its sequence (anything where it is not scored).
     seq_lens: N lengths that add up to T.
     loss_mask[T] bool: the rows whose label is scored; None scores all. A response's first token is scored at the prompt's last row.
     position_ids[T]: None counts from 0 in each sequence.

@@ -1,7 +1,7 @@
 """Configuration. A key that is not known is an error that names the nearest valid one; nothing is dropped silently."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -63,7 +63,7 @@ class RuntimeConfig:
 
 
 def from_dict(cls: type[T], given: Mapping[str, Any], where: str = "config") -> T:
-    """cls(**given), nested configs from nested mappings. InputError for an unknown key or a value out of its choices."""
+    """cls(**given), nested configs from nested mappings. InputError for an unknown or missing key or a value out of its choices."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     values = {}
@@ -75,4 +75,7 @@ def from_dict(cls: type[T], given: Mapping[str, Any], where: str = "config") -> 
         choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
         if choices and value not in choices:
             raise InputError(f"{where}.{key}", f"{value!r} is not supported", nearest(str(value), map(str, choices)))
+    for f in fields(cls):  # type: ignore[arg-type]
+        if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise InputError(where, f"lacks {f.name!r}", "give it")
     return cls(**values)

@@ -159,9 +159,12 @@ class Runtime:
         longest, limit = max(batch.seq_lens), config.max_positions
         if longest > limit:
             raise InputError("PackedBatch.seq_lens", f"a sequence of {longest} tokens, the model allows {limit}", "shorten it")
-        top = int(torch.maximum(batch.input_ids.max(), batch.labels.max()))
-        if top >= config.vocab_size or int(batch.input_ids.min()) < 0:
-            raise InputError("PackedBatch.input_ids", f"token {top} is outside the {config.vocab_size} words", "check the tokenizer")
+        scored = batch.labels if batch.loss_mask is None else batch.labels[batch.loss_mask]
+        for name, tokens in (("input_ids", batch.input_ids), ("labels", scored)):
+            low, top = int(tokens.min()), int(tokens.max())
+            if low < 0 or top >= config.vocab_size:
+                wrong = low if low < 0 else top
+                raise InputError(f"PackedBatch.{name}", f"token {wrong} is outside the {config.vocab_size} words", "check the tokenizer")
         if batch.routed_experts is not None and not handle.bundle.routers:
             raise InputError("PackedBatch.routed_experts", f"{self.family} has no routers", "leave it None")
         return batch

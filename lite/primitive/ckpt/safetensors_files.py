@@ -56,7 +56,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor, shard after shard. The whole layout is checked before the first one is read."""
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise InputError(folder / INDEX, "has no weight_map", "download it again")
         shards = {folder / name for name in weight_map.values()}
     elif (folder / SINGLE).exists():
@@ -69,10 +69,12 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         for name, shard_name in weight_map.items():
             if name not in opened[folder / shard_name].keys():  # noqa: SIM118 (a safetensors handle, not a dict)
                 raise InputError(folder / shard_name, f"lacks {name!r}, which the index places there", "download the checkpoint again")
-    for shard, handle in opened.items():
+        for shard, handle in opened.items():
+            for name in handle.keys():  # noqa: SIM118
+                if weight_map.get(name) != shard.name:
+                    raise InputError(shard, f"holds {name!r}, which the index places in {weight_map.get(name)}", "download it again")
+    for handle in opened.values():
         for name in handle.keys():  # noqa: SIM118
-            if weight_map is not None and weight_map.get(name) != shard.name:
-                raise InputError(shard, f"holds {name!r}, which the index places in {weight_map.get(name)}", "download it again")
             yield name, handle.get_tensor(name)
 
 
