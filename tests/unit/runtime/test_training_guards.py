@@ -73,7 +73,7 @@ def test_train_and_eval_mode_score_alike(train: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deploy_counts_exactly_the_bytes_it_changed(dtype: str) -> None:
-    """One flipped low bit is one byte, a changed sign another, a change below the image's precision none."""
+    """A flipped low bit is one byte, a changed sign one, two flipped bits of one element two; a change below the image's precision none."""
     _, handle = opened(dtype)
     masters = {name: p.detach().float().clone() for name, p in handle.module.named_parameters()}
     before = {name: bits(p.detach()).clone() for name, p in handle.module.named_parameters()}
@@ -81,11 +81,12 @@ def test_deploy_counts_exactly_the_bytes_it_changed(dtype: str) -> None:
     flat = masters["embed.weight"].view(-1)
     image = bits(flat.to(DTYPES[dtype]))
     image[:2] ^= 1
-    flat[:2] = image.view(DTYPES[dtype])[:2].float()
+    image[2] ^= 0x0101
+    flat[:3] = image.view(DTYPES[dtype])[:3].float()
     flat[7] = -flat[7]
-    assert handle.weights.deploy(masters, 2) == 3
+    assert handle.weights.deploy(masters, 2) == 1 + 1 + 2 + 1
     after = {name: bits(p.detach()) for name, p in handle.module.named_parameters()}
-    assert sum(int((before[n].view(-1) != after[n].view(-1)).sum()) for n in before) == 3
+    assert sum(int((before[n] != after[n]).sum()) for n in before) == 4
     if dtype == "bf16":
         masters["norm.weight"] *= 1 + 1e-5
         assert handle.weights.deploy(masters, 3) == 0 and handle.weights.version == 3
