@@ -44,7 +44,8 @@ def write_checkpoint_from_gguf(gguf: Path, checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     hf = model.config.to_dict()
-    config = {key: hf[key] for key in CONFIG_KEYS if hf.get(key) is not None} | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
+    config = {key: hf[key] for key in CONFIG_KEYS if hf.get(key) is not None}
+    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     tokenizer.save_pretrained(checkpoint.parent / "tokenizer")
     write_checkpoint(checkpoint, config, weights.items(), beside=checkpoint.parent / "tokenizer")

@@ -40,6 +40,8 @@ class PackedBatch:
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise InputError(f"PackedBatch.{name}", f"has {len(value)} entries for {tokens} tokens", "give one a token")
+        if not (torch.as_tensor(self.temperature) > 0).all():
+            raise InputError("PackedBatch.temperature", "is not above 0", "give the temperature that the tokens were sampled at")
         if self.loss_mask is not None and not self.loss_mask.any():
             raise InputError("PackedBatch.loss_mask", "marks no token", "an empty mask scores and proves nothing; mark the responses")
 

@@ -14,6 +14,18 @@ __all__ = ["MegatronLiteConfig", "OptimizerConfig", "ParallelConfig", "RuntimeCo
 T = TypeVar("T")
 
 
+def _check_values(config: Any) -> None:
+    """Numbers that are numbers, choices that exist. InputError names the field."""
+    for name, hint in get_type_hints(type(config)).items():
+        value, where = getattr(config, name), f"{type(config).__name__}.{name}"
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        if choices and value not in choices:
+            raise InputError(where, f"{value!r} is not supported", nearest(str(value), map(str, choices)))
+        allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}.get(hint)
+        if allowed and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
+            raise InputError(where, f"{value!r} is no {hint.__name__}", "give one (YAML reads 1e-5 as text, 1.0e-5 as a number)")
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Names follow verl's McoreOptimizerConfig."""
@@ -31,6 +43,11 @@ class OptimizerConfig:
     lr_decay_steps: int | None = None
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
 
+    def __post_init__(self) -> None:
+        _check_values(self)
+        if not self.lr > 0:
+            raise InputError("OptimizerConfig.lr", f"{self.lr} is not above 0", "build without an optimizer to score only")
+
 
 @dataclass(frozen=True)
 class MegatronLiteConfig:
@@ -45,6 +62,9 @@ class MegatronLiteConfig:
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     override: Mapping[str, Any] = field(default_factory=dict)
     impl_cfg: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_values(self)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -61,9 +81,12 @@ class RuntimeConfig:
     backend: Literal["mlite"] = "mlite"
     backend_cfg: MegatronLiteConfig = field(default_factory=MegatronLiteConfig)
 
+    def __post_init__(self) -> None:
+        _check_values(self)
+
 
 def from_dict(cls: type[T], given: Mapping[str, Any], where: str = "config") -> T:
-    """cls(**given), nested configs from nested mappings. InputError for an unknown or missing key or a value out of its choices."""
+    """cls(**given), nested configs from nested mappings. InputError for an unknown or missing key."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     values = {}
@@ -72,9 +95,6 @@ def from_dict(cls: type[T], given: Mapping[str, Any], where: str = "config") -> 
             raise InputError(where, f"unknown key {key!r}", nearest(key, names))
         nested = next((t for t in (hints[key], *get_args(hints[key])) if is_dataclass(t)), None)
         values[key] = from_dict(nested, value, f"{where}.{key}") if nested and isinstance(value, Mapping) else value  # type: ignore[arg-type]
-        choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
-        if choices and value not in choices:
-            raise InputError(f"{where}.{key}", f"{value!r} is not supported", nearest(str(value), map(str, choices)))
     for f in fields(cls):  # type: ignore[arg-type]
         if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise InputError(where, f"lacks {f.name!r}", "give it")

@@ -165,6 +165,8 @@ class Runtime:
             if low < 0 or top >= config.vocab_size:
                 wrong = low if low < 0 else top
                 raise InputError(f"PackedBatch.{name}", f"token {wrong} is outside the {config.vocab_size} words", "check the tokenizer")
+        if batch.position_ids is not None and not 0 <= int(batch.position_ids.min()) <= int(batch.position_ids.max()) < limit:
+            raise InputError("PackedBatch.position_ids", f"leave 0 .. {limit - 1}", "count from 0 in each sequence")
         if batch.routed_experts is not None and not handle.bundle.routers:
             raise InputError("PackedBatch.routed_experts", f"{self.family} has no routers", "leave it None")
         return batch

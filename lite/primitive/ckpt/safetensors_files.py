@@ -100,9 +100,10 @@ def write_checkpoint(
         for file in scratch.iterdir():
             file.chmod(0o644)
         scratch.chmod(0o755)  # mkdtemp made it private
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(scratch, folder)
+        old = folder.rename(scratch.with_suffix(".old")) if folder.exists() else None
+        scratch.rename(folder)
+        if old is not None:
+            shutil.rmtree(old)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

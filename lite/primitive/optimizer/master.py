@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lite.errors import InputError
+
 
 class MasterAdamW:
     """AdamW on fp32 copies of a model's trainable parameters.
@@ -43,6 +45,8 @@ class MasterAdamW:
         for name, p in self.parameters.items():
             self.masters[name].grad = p.grad
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not grads:
+            raise InputError("optimizer", "no parameter has a gradient", "run forward_backward with a loss first")
         norm = float(nn.utils.get_total_norm(grads))
         zeros = sum(g.numel() - int(g.count_nonzero()) for g in grads)
         if not math.isfinite(norm):
@@ -55,7 +59,8 @@ class MasterAdamW:
     def to(self, device: torch.device) -> None:
         """Moves masters and moments; the masters stay the same objects."""
         for master in self.masters.values():
-            torch.utils.swap_tensors(master, master.to(device))
+            if master.device != device:
+                torch.utils.swap_tensors(master, master.to(device))
             state = self.adamw.state.get(master, {})
             state.update({key: value.to(device) for key, value in state.items() if key != "step"})
 

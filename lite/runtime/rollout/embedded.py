@@ -27,6 +27,8 @@ class EmbeddedEngine:
     def __init__(
         self, bundle: ModelBundle, folder: Path, *, max_step_tokens: int = 256, max_sequences: int = 32, cache_tokens: int = 1 << 15
     ):
+        if max_step_tokens < 1 or max_sequences < 1:
+            raise InputError("engine", f"max_step_tokens {max_step_tokens}, max_sequences {max_sequences}", "set both to 1 or more")
         self.bundle = bundle
         self.weights = DeployedWeights(bundle)
         self.weights.load(read_tensors(folder), 0, folder)
@@ -43,6 +45,8 @@ class EmbeddedEngine:
         if self.asleep:
             raise InputError("engine", "is asleep", "call wake() first")
         version = self.weights.require()
+        if len({prompt.uid for prompt in prompts}) < len(prompts):
+            raise InputError("prompts", "two share a uid, and with it their random stream", "give each its own")
         cache = PagedCache(max(self.cache_tokens // PAGE, 1), self.device)
         scheduler = Scheduler(cache, self.max_step_tokens, self.max_sequences, self.counters)
         requests = [self._request(prompt, sample, sampling, cache) for prompt in prompts for sample in range(sampling.n)]

@@ -177,3 +177,15 @@ def test_the_longest_sequence_the_model_allows_is_scored() -> None:
     sample = make_samples([(255, 1)])
     result = runtime.forward_backward(handle, PackedBatch.from_samples(sample), forward_only=True)
     assert torch.isfinite(result.log_probs[0]).all() and result.log_probs[0][254] < 0
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [({"temperature": 0.0}, "temperature"), ({"position_ids": torch.tensor([0, 1, 2, -1])}, "position_ids"),
+     ({"position_ids": torch.tensor([0, 1, 2, 10**6])}, "position_ids")],
+)  # fmt: skip
+def test_a_temperature_or_position_that_means_nothing_is_refused(change: dict, names: str) -> None:
+    """A negative position would silently read the rotary table's end."""
+    runtime, handle = trainer(checkpoint("llama", "fp32"), "fp32")
+    with pytest.raises(InputError, match=names):
+        runtime.forward_backward(handle, dataclasses.replace(PackedBatch.from_samples([((1, 2), (3, 4))]), **change), forward_only=True)

@@ -67,14 +67,25 @@ def test_a_key_without_default_that_is_not_given_is_refused() -> None:
     ("config", "key", "value"),
     [
         ({"backend": "megatron"}, "RuntimeConfig.backend", "megatron"),
-        ({"backend_cfg": {"impl": "bridge"}}, "backend_cfg.impl", "bridge"),
-        ({"backend_cfg": {"dtype": "fp16"}}, "backend_cfg.dtype", "fp16"),
-        ({"backend_cfg": {"optimizer": {"optimizer": "sgd"}}}, "optimizer.optimizer", "sgd"),
-        ({"backend_cfg": {"optimizer": {"lr_decay_style": "cosin"}}}, "optimizer.lr_decay_style", "cosin"),
+        ({"backend_cfg": {"impl": "bridge"}}, "MegatronLiteConfig.impl", "bridge"),
+        ({"backend_cfg": {"dtype": "fp16"}}, "MegatronLiteConfig.dtype", "fp16"),
+        ({"backend_cfg": {"optimizer": {"optimizer": "sgd"}}}, "OptimizerConfig.optimizer", "sgd"),
+        ({"backend_cfg": {"optimizer": {"lr_decay_style": "cosin"}}}, "OptimizerConfig.lr_decay_style", "cosin"),
     ],
 )
 def test_a_value_out_of_its_choices_is_refused(config: dict[str, Any], key: str, value: str) -> None:
     refused(config, key + ":", repr(value), "not supported")
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", "1e-5"), ("lr", True), ("lr_warmup_steps", 1.5), ("lr", 0.0)])
+def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object) -> None:
+    """YAML reads 1e-5 as text; training at a learning rate that is text, or 0, must not start."""
+    refused({"backend_cfg": {"optimizer": {key: value}}}, f"OptimizerConfig.{key}", str(value))
+
+
+def test_dataclasses_are_checked_like_keys() -> None:
+    with pytest.raises(InputError, match=r"MegatronLiteConfig\.dtype"):
+        MegatronLiteConfig(dtype="fp16")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("axis", ["tp", "ep", "etp", "pp", "vpp", "cp"])

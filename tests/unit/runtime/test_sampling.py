@@ -135,3 +135,10 @@ def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> N
     limit = freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations of a chi-square variable
     assert freedom > 10 and statistic < limit
     assert chi_square(temperature * 1.5)[0] > limit
+
+
+def test_two_prompts_of_one_uid_are_refused() -> None:
+    """They would share a random stream, and a comparison by uid could not tell them apart."""
+    twice = [Prompt("same", (1, 2)), Prompt("same", (3,))]
+    with pytest.raises(InputError, match="share a uid"):
+        engine(checkpoint()).generate(twice, Sampling(max_tokens=1))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lite.errors import InputError
 from lite.primitive.compare import bits
 from lite.runtime.batch import PackedBatch
 from tests.checkpoints import DTYPES, FAMILIES, checkpoint, make_samples, same, trainer
@@ -77,19 +78,22 @@ def test_deploy_counts_exactly_the_bytes_it_changed(dtype: str) -> None:
     _, handle = opened(dtype)
     masters = {name: p.detach().float().clone() for name, p in handle.module.named_parameters()}
     before = {name: bits(p.detach()).clone() for name, p in handle.module.named_parameters()}
-    assert handle.weights.deploy(masters, 1) == 0 and handle.weights.version == 1
+    handle.weights.deploy(masters, 1)
+    assert handle.weights.bytes_changed == 0 and handle.weights.version == 1
     flat = masters["embed.weight"].view(-1)
     image = bits(flat.to(DTYPES[dtype]))
     image[:2] ^= 1
     image[2] ^= 0x0101
     flat[:3] = image.view(DTYPES[dtype])[:3].float()
     flat[7] = -flat[7]
-    assert handle.weights.deploy(masters, 2) == 1 + 1 + 2 + 1
+    handle.weights.deploy(masters, 2)
+    assert handle.weights.bytes_changed == 1 + 1 + 2 + 1
     after = {name: bits(p.detach()) for name, p in handle.module.named_parameters()}
     assert sum(int((before[n] != after[n]).sum()) for n in before) == 4
     if dtype == "bf16":
         masters["norm.weight"] *= 1 + 1e-5
-        assert handle.weights.deploy(masters, 3) == 0 and handle.weights.version == 3
+        handle.weights.deploy(masters, 3)
+        assert handle.weights.bytes_changed == 0 and handle.weights.version == 3
 
 
 def test_a_step_deploys_as_the_next_version_and_changes_the_logprobs() -> None:
@@ -128,3 +132,10 @@ def test_losses_metrics_and_step_context_come_one_a_micro_batch() -> None:
     assert seen == [(0, 2, False), (1, 2, False)]
     assert result.metrics == [{"tokens": 34}, {"tokens": 34}] and result.losses[0] != result.losses[1]
     assert torch.isfinite(torch.stack(result.losses)).all()
+
+
+def test_a_step_without_a_gradient_is_refused() -> None:
+    runtime, handle = opened("fp32")
+    with pytest.raises(InputError, match="no parameter has a gradient"):
+        runtime.optimizer_step(handle)
+    assert handle.weights.version == 0
