@@ -1,0 +1,68 @@
+"""Every visible kernel as the textbook formula in fp64, written apart from lite, differentiable by ATen's autograd.
+
+`rounded` puts the contract's rounding points in: the value is rounded to the model dtype, the gradient passes straight through.
+Everything here takes and gives fp64; `dtype` says which model dtype the formula rounds to.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype).double() + (x - x.detach())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = rounded(x @ weight.T, dtype)
+    return y if bias is None else rounded(y + bias, dtype)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    one_hot = torch.nn.functional.one_hot(ids, weight.shape[0]).double()
+    return one_hot @ weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return rounded(x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight, dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    total = rounded(x + residual, dtype)
+    return rms_norm(total, weight, eps, dtype), total
+
+
+def turned(x: Tensor, positions: Tensor, cos_sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """x[T, heads, D] as D/2 complex numbers, multiplied by cos + i sin of their position."""
+    half = x.shape[-1] // 2
+    angle = torch.complex(cos_sin[positions, :half], cos_sin[positions, half:])[:, None]
+    product = torch.complex(x[..., :half], x[..., half:]) * angle
+    return rounded(torch.cat([product.real, product.imag], dim=-1), dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One sequence and one head at a time, with the whole score matrix."""
+    heads = []
+    logsumexp = []
+    for i in range(len(cu_q) - 1):
+        q_i, k_i, v_i = q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]]
+        n, m, group = q_i.shape[0], k_i.shape[0], q.shape[1] // k.shape[1]
+        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        scores = [(q_i[:, h] @ k_i[:, h // group].T * scale).masked_fill(~seen, -torch.inf) for h in range(q.shape[1])]
+        heads.append(torch.stack([scores[h].softmax(-1) @ v_i[:, h // group] for h in range(q.shape[1])], dim=1))
+        logsumexp.append(torch.stack([s.logsumexp(-1) for s in scores], dim=1))
+    return rounded(torch.cat(heads), dtype), torch.cat(logsumexp)
+
+
+def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    gate, up = gate_up.tensor_split(2, dim=-1)
+    return rounded(rounded(gate * torch.sigmoid(gate), dtype) * up, dtype)
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    z = rounded(hidden @ weight[:vocab_size].T, dtype) / temperature[:, None]
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+    return log_p.gather(1, labels[:, None])[:, 0], entropy
