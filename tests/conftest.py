@@ -1,10 +1,24 @@
 """Puts this folder on the import path, so that tests share `tiny`, `formulas`, `gradients` and `invariance`."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+THREADS = torch.get_num_threads()
+
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers():
-    """A test's numbers do not depend on which tests ran before it."""
+def _same_numbers_at_any_load() -> Iterator[None]:
+    """A test's random numbers do not depend on which tests ran before it, and its time not on what else the machine does: threads that
+    wait for each other on busy cores cost up to 20 times what they gain on tiny matrices."""
     torch.manual_seed(1234)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(THREADS)
+
+
+@pytest.fixture
+def all_threads() -> None:
+    """For tests whose subject is what threads do: how work is split among them is one way for a row to depend on its company."""
+    torch.set_num_threads(THREADS)

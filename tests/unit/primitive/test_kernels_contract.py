@@ -58,6 +58,12 @@ def cases(dtype: torch.dtype) -> dict[str, Case]:
         "attention": Case(
             reference.attention, with_dtype(formulas.attention), (n(17, 4, 32), n(84, 2, 32), n(84, 2, 32), CU_Q, CU_K, 32**-0.5)
         ),
+        "attention without groups": Case(
+            reference.attention, with_dtype(formulas.attention), (n(17, 3, 16), n(84, 3, 16), n(84, 3, 16), CU_Q, CU_K, 0.25)
+        ),
+        "attention with one key head": Case(
+            reference.attention, with_dtype(formulas.attention), (n(17, 3, 16), n(84, 1, 16), n(84, 1, 16), CU_Q, CU_K, 0.25)
+        ),
         "swiglu": Case(reference.swiglu, with_dtype(formulas.swiglu), (2 * n(19, 2 * 57),)),
     }
 
@@ -100,7 +106,7 @@ def test_a_kernel_gives_the_model_dtype_and_changes_no_argument(name: str, dtype
     case = cases(dtype)[name]
     before = [bits(a).clone() if isinstance(a, Tensor) else a for a in case.args]
     got = outputs(case.kernel(*case.args))
-    assert [g.dtype for g in got] == ([dtype, torch.float32] if name == "attention" else [dtype] * len(got))
+    assert [g.dtype for g in got] == ([dtype, torch.float32] if name.startswith("attention") else [dtype] * len(got))
     for argument, copy in zip(case.args, before, strict=True):
         assert torch.equal(bits(argument), copy) if isinstance(argument, Tensor) else argument == copy
 

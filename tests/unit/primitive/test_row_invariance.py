@@ -9,10 +9,11 @@ from torch import Tensor
 from lite.primitive.kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
-HEADS = [(4, 2), (9, 3)]
+HEADS = [(4, 2), (9, 3), (2, 2), (3, 1)]  # grouped, and each query head with its own or the only key head
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 @pytest.mark.parametrize("K", [64, 257])
 @pytest.mark.parametrize("bias", [False, True])
@@ -22,6 +23,7 @@ def test_linear(dtype: torch.dtype, K: int, bias: bool) -> None:
     assert row_violations(lambda rows: reference.linear(rows, weight, b), x) == []
 
 
+@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 @pytest.mark.parametrize("H", [32, 83, 128])
 def test_norms(dtype: torch.dtype, H: int) -> None:
@@ -40,6 +42,7 @@ def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, D: int) -> None:
     assert row_violations(lambda *rows: reference.rotary(*rows, cos_sin), q, k, positions) == []
 
 
+@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 @pytest.mark.parametrize("size", [7, 19, 48, 100])
 def test_swiglu(dtype: torch.dtype, size: int) -> None:
@@ -52,6 +55,7 @@ def test_embedding(dtype: torch.dtype) -> None:
     assert row_violations(lambda ids: reference.embedding(ids, weight), torch.randint(0, 50, (40,))) == []
 
 
+@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 def test_token_logprobs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.head, "VOCAB_CHUNK", 128)
@@ -72,6 +76,7 @@ def test_attention_cut_at_every_place(dtype: torch.dtype, heads: int, kv_heads: 
     assert cut_violations(reference.attention, *qkv(70, heads, kv_heads, D, dtype), list(range(1, 70)), D**-0.5) == []
 
 
+@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 def test_attention_cut_around_its_tiles(dtype: torch.dtype) -> None:
     """Four tiles of keys, cut around the multiples of the tile sizes, where an off-by-one would show."""
@@ -79,6 +84,7 @@ def test_attention_cut_around_its_tiles(dtype: torch.dtype) -> None:
     assert cut_violations(reference.attention, *qkv(200, 4, 2, 16, dtype), cuts, 0.25) == []
 
 
+@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 def test_attention_of_packed_sequences(dtype: torch.dtype, heads: int, kv_heads: int) -> None:

@@ -46,6 +46,7 @@ def cases(ops: Ops, dtype: torch.dtype) -> dict[str, Case]:
     scores = {"hidden": (17, 64)}, {"head.weight": (320, 64)}  # 300 words, 20 rows of padding
     norm = {"norm.weight": (96,)}
     qkv = {"q": (85, 4, 16), "k": (85, 2, 16), "v": (85, 2, 16)}
+    one_group = {"q": (85, 2, 16), "k": (85, 2, 16), "v": (85, 2, 16)}
     wide = temperature.double()
     return {
         "linear": Case(
@@ -76,6 +77,11 @@ def cases(ops: Ops, dtype: torch.dtype) -> dict[str, Case]:
             lambda q, k, v: (ops.attention(q, k, v, CU, CU, 0.25),),
             lambda q, k, v: (formulas.attention(q, k, v, CU, CU, 0.25, dtype)[0],),
             qkv,
+        ),
+        "attention without groups": Case(
+            lambda q, k, v: (ops.attention(q, k, v, CU, CU, 0.25),),
+            lambda q, k, v: (formulas.attention(q, k, v, CU, CU, 0.25, dtype)[0],),
+            one_group,
         ),
         "swiglu": Case(lambda x: (ops.swiglu(x),), lambda x: (formulas.swiglu(x, dtype),), {"gate_up": (19, 114)}),
         "token_logprobs": Case(
