@@ -14,7 +14,7 @@ ONLY_HERE = ONLY | {"use_sliding_window": (False,)}
 
 
 def read_config(source: Mapping[str, Any]) -> DecoderConfig:
-    only = ONLY_HERE | {"layer_types": (None, ["full_attention"] * source.get("num_hidden_layers", 0))}
+    only = ONLY_HERE | {"layer_types": (None, ["full_attention"] * (source.get("num_hidden_layers") or 0))}
     hf = read_fields(source, HONOURED, only)
     return decoder_config(hf, qk_norm=True, qkv_bias=hf["attention_bias"], out_bias=hf["attention_bias"])
 

@@ -26,7 +26,7 @@ class RotaryConfig:
     def from_hf(cls, hf: dict[str, Any], head_dim: int) -> "RotaryConfig":
         """Reads both spellings: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
         given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        theta = given.pop("rope_theta", None) or hf.get("rope_theta", 10000.0)
+        theta = given.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
         given["rope_type"] = given.pop("type", None) or given.get("rope_type", "default")
         rule = given["rope_type"]
         if rule not in RULES:
@@ -38,6 +38,9 @@ class RotaryConfig:
         positions = hf["max_position_embeddings"]
         if rule == "yarn":
             given.setdefault("original_max_position_embeddings", positions)
+        missing = sorted(key for key in RULES[rule] - OPTIONAL if given.get(key) is None)
+        if missing:
+            raise InputError("config.json rope scaling", f"lacks {missing[0]!r}, which {rule} needs", "add it")
         return cls(head_dim, float(theta), positions, tuple(sorted(given.items())))
 
 
@@ -49,6 +52,7 @@ RULES: dict[str, set[str]] = {
         "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
     },
 }  # fmt: skip
+OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
 def inverse_frequencies(config: RotaryConfig) -> tuple[Tensor, float]:

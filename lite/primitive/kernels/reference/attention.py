@@ -25,7 +25,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_
     q_pad = torch.cat([q.float(), q.new_zeros(1, Hq, D, dtype=torch.float32)])
     k_pad = torch.cat([k.float(), k.new_zeros(1, Hk, D, dtype=torch.float32)])
     v_pad = torch.cat([v.float(), v.new_zeros(1, Hk, D, dtype=torch.float32)])
-    q_tiles = q_pad[tile_row].view(n, Q_ROWS, Hk, Hq // Hk, D).permute(0, 2, 3, 1, 4).reshape(n, Hk, rows, D)
+    q_tiles = q_pad[tile_row].view(n, Q_ROWS, Hk, Hq // Hk, D).permute(0, 2, 3, 1, 4).reshape(n, Hk, rows, D).contiguous()
 
     top = q_tiles.new_full((n, Hk, rows), -torch.inf)
     total = q_tiles.new_zeros(n, Hk, rows)
@@ -38,8 +38,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_
         active = (last_pos >= start).nonzero()[:, 0]
         key_pos = start + offsets
         key_row = torch.where(key_pos < k_len[active, None], k_first[active, None] + key_pos, Tk)
-        k_tile = k_pad[key_row].permute(0, 2, 3, 1).reshape(-1, D, KV_ROWS)
-        v_tile = v_pad[key_row].permute(0, 2, 1, 3).reshape(-1, KV_ROWS, D)
+        # contiguous: for one tile or one key head these are views, and a BLAS may sum another layout in another order
+        k_tile = k_pad[key_row].permute(0, 2, 3, 1).reshape(-1, D, KV_ROWS).contiguous()
+        v_tile = v_pad[key_row].permute(0, 2, 1, 3).reshape(-1, KV_ROWS, D).contiguous()
         scores = torch.bmm(q_tiles[active].view(-1, rows, D), k_tile).view(-1, Hk, Hq // Hk, Q_ROWS, KV_ROWS) * scale
         future = key_pos > tile_pos[active][:, None, None, :, None]
         scores = scores.masked_fill(future, -torch.inf).view(-1, Hk, rows, KV_ROWS)
