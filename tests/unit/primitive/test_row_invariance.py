@@ -7,6 +7,7 @@ from invariance import batch_violations, cut_violations, row_violations
 from torch import Tensor
 
 from lite.primitive.kernels import reference
+from lite.primitive.kernels.reference.pointwise import tree_sum
 
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(4, 2), (9, 3), (2, 2), (3, 1)]  # grouped, and each query head with its own or the only key head
@@ -30,6 +31,15 @@ def test_norms(dtype: torch.dtype, H: int) -> None:
     x, residual, weight = torch.randn(40, H, dtype=dtype), torch.randn(40, H, dtype=dtype), (1 + 0.1 * torch.randn(H)).to(dtype)
     assert row_violations(lambda rows: reference.rms_norm(rows, weight, 1e-5), x) == []
     assert row_violations(lambda a, b: reference.add_rms_norm(a, b, weight, 1e-5), x, residual) == []
+
+
+@pytest.mark.usefixtures("all_threads")
+def test_sums_over_rows_long_enough_to_be_split_over_threads() -> None:
+    """From 32,768 elements on, ATen splits the sum of a lone row; of two rows it gives each thread one."""
+    x, weight = torch.randn(3, 100_000), torch.ones(100_000)
+    assert row_violations(tree_sum, x) == []
+    assert row_violations(lambda rows: reference.rms_norm(rows, weight, 1e-5), x) == []
+    expect_caught(row_violations(lambda rows: rows.sum(-1), x), "sum")
 
 
 @both_dtypes
