@@ -1,21 +1,17 @@
 """Puts this folder on the import path, so that tests share `tiny`, `formulas`, `gradients` and `invariance`."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-THREADS = torch.get_num_threads()
+THREADS = max(2, torch.get_num_threads())
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_at_any_load() -> Iterator[None]:
+def _same_numbers_at_any_load() -> None:
     """A test's random numbers do not depend on which tests ran before it, and its time not on what else the machine does: threads that
     wait for each other on busy cores cost up to 20 times what they gain on tiny matrices."""
     torch.manual_seed(1234)
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
