@@ -33,6 +33,7 @@ def test_norms(dtype: torch.dtype, H: int) -> None:
     assert row_violations(lambda a, b: reference.add_rms_norm(a, b, weight, 1e-5), x, residual) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_threads")
 def test_sums_over_rows_long_enough_to_be_split_over_threads() -> None:
     """From 32,768 elements on, ATen splits the sum of a lone row; of two rows it gives each thread one."""
@@ -86,7 +87,6 @@ def test_attention_cut_at_every_place(dtype: torch.dtype, heads: int, kv_heads: 
     assert cut_violations(reference.attention, *qkv(70, heads, kv_heads, D, dtype), list(range(1, 70)), D**-0.5) == []
 
 
-@pytest.mark.usefixtures("all_threads")
 @both_dtypes
 def test_attention_cut_around_its_tiles(dtype: torch.dtype) -> None:
     """Four tiles of keys, cut around the multiples of the tile sizes, where an off-by-one would show."""
