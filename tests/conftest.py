@@ -1,4 +1,4 @@
-"""Puts this folder on the import path, so that tests share `tiny`, `formulas`, `gradients` and `invariance`."""
+"""Every test: the same random numbers and one thread."""
 
 import pytest
 import torch

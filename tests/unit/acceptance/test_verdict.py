@@ -15,7 +15,8 @@ def good():
     policies = [{"policy": f"theta{k}", "score": path(False), "actor": path(True), "fingerprint": {"engine": str(k), "trainer": str(k)}}
                 for k in range(3)]  # fmt: skip
     updates = [{"step": k, "grad_norm": 1.0, "master_update_norm": 0.1, "deployed_bytes_changed": 9, "nonzero_advantages": 4,
-                "collapsed_groups": 0, "parameters_expected": 5, "parameters_with_grad": 5, "without_grad": []} for k in (1, 2)]  # fmt: skip
+                "collapsed_groups": 0, "parameters_expected": 5, "parameters_with_grad": 5, "without_grad": []}
+               for k in (1, 2)]  # fmt: skip
     return policies, updates, [0.5, 0.3]
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import assert_gradient
-from tiny import tiny_checkpoint, tiny_runtime
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lite import PackedBatch
 from lite.primitive.ckpt.spec import parts
 from lite.runtime.runtime import Handle, StepContext, TokenScores
+from tests.gradients import assert_gradient
+from tests.tiny import tiny_checkpoint, tiny_runtime
 
 LOGPROB_LIMIT, GRADIENT_LIMIT = 2e-5, 1e-4
 TEMPERATURE = 0.7

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny import tiny_bundle
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +13,7 @@ from lite.primitive.modules.mlp import GatedMLP
 from lite.primitive.ops.aligned import VJP, visible_forward
 from lite.primitive.ops.bridges import Ops, reference_ops
 from lite.primitive.parallel.packing import PackedSequences, cumulative_lengths, positions_of
+from tests.tiny import tiny_bundle
 
 
 class Counted:

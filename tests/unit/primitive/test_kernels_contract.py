@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import formulas
 import pytest
 import torch
 from torch import Tensor
 
 from lite.primitive.compare import bits
 from lite.primitive.kernels import reference
+from tests import formulas
 
 FP32_LIMIT, BF16_EQUAL_SHARE = 2e-6, 0.99
 DTYPES = [torch.float32, torch.bfloat16]

@@ -2,16 +2,16 @@
 
 from types import ModuleType
 
-import formulas
 import pytest
 import torch
-from gradients import assert_gradient, relative_l2
 from torch import Tensor, nn
 
 from lite.primitive.compare import bits
 from lite.primitive.kernels import reference
 from lite.primitive.kernels.vjp import torch as torch_vjp
 from lite.primitive.ops.bridges import Ops, reference_ops
+from tests import formulas
+from tests.gradients import assert_gradient, relative_l2
 
 T, H, V, ROWS = 9, 12, 50, 56
 CHUNKS = [7, 16, 50, 8192]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from invariance import batch_violations, cut_violations, row_violations
 from torch import Tensor
 
 from lite.primitive.kernels import reference
 from lite.primitive.kernels.reference.pointwise import tree_sum
+from tests.invariance import batch_violations, cut_violations, row_violations
 
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(4, 2), (9, 3), (2, 2), (3, 1)]  # grouped, and each query head with its own or the only key head

@@ -12,14 +12,14 @@ Limits on the relative L2 error of each gradient, set before any result was seen
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import formulas
 import pytest
 import torch
-from gradients import assert_gradient, passes
 from torch import Tensor, nn
 
 from lite.primitive.compare import bits
 from lite.primitive.ops.bridges import Ops, reference_ops
+from tests import formulas
+from tests.gradients import assert_gradient, passes
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = list(LIMITS)
