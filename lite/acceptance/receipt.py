@@ -85,11 +85,11 @@ def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(
-    policies: list[dict[str, Any]], updates: list[dict[str, Any]], ratios: list[float], random_weights: bool, wanted: int
+    policies: list[dict[str, Any]], updates: list[dict[str, Any]], ratios: list[float], random_weights: bool, stopped: str | None
 ) -> tuple[str, str]:
     """-> (status, reason). A mismatch fails; what would make a pass vacuous is inconclusive; the rest passes.
 
-    ratios: mixer to residual rms by layer. wanted: the updates asked for.
+    ratios: mixer to residual rms by layer. stopped: why the run ended before its last policy, None where it did not.
     """
     for policy in policies:
         for path in ("score", "actor"):
@@ -110,8 +110,8 @@ def verdict(
             return "inconclusive", f"update {u['step']}: {u['collapsed_groups']} groups hold fewer than two distinct samples"
         if not (u["grad_norm"] > 0 and u["master_update_norm"] > 0 and u["deployed_bytes_changed"] > 0 and u["nonzero_advantages"] > 0):
             return "inconclusive", f"update {u['step']} changed nothing that is deployed, so the next policy proves nothing"
-    if len(updates) < wanted:
-        return "inconclusive", f"{len(updates)} of {wanted} updates were made: no batch had a non-zero advantage"
+    if stopped is not None:
+        return "inconclusive", stopped
     if random_weights and ratios and min(ratios) < 0.02:
         layer = ratios.index(min(ratios))
         return "inconclusive", f"vacuous: layer {layer}'s mixer moves the residual by {ratios[layer]:.4f} of its rms, under 0.02"

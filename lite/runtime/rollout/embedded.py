@@ -87,10 +87,10 @@ class EmbeddedEngine:
         if not done:
             return 0
         vocab = self.bundle.config.vocab_size
-        noise = torch.stack([torch.empty(vocab).exponential_(generator=request.generator) for request, _ in done]).to(self.device)
+        uniform = torch.stack([torch.rand(vocab, generator=request.generator) for request, _ in done]).to(self.device)
         rows = torch.tensor([row - 1 for _, row in done], device=self.device)
         temperature = torch.full((len(done),), sampling.temperature, device=self.device)
-        sampled, logprobs = reference.sample(hidden[rows], self.bundle.module.head.weight, temperature, vocab, noise)
+        sampled, logprobs = reference.sample(hidden[rows], self.bundle.module.head.weight, temperature, vocab, uniform)
         for (request, _), token, logprob in zip(done, sampled.tolist(), logprobs, strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)

@@ -74,7 +74,7 @@ def test_rewards_that_never_vary_end_inconclusive(tmp_path, monkeypatch):
     monkeypatch.setattr(TokenSetTask, "reward", lambda self, uid, ids: 1.0)
     config = ProveConfig(out=tmp_path / "run", proxy="llama", groups=2, samples=2, response_tokens=4, updates=1)
     receipt = prove_module.prove(config, ["test"], Silent())
-    assert receipt["status"] == "inconclusive" and "0 of 1 updates" in receipt["reason"]
+    assert receipt["status"] == "inconclusive" and "no advantage" in receipt["reason"]
 
 
 def test_a_collapsed_group_is_reported_and_not_passed(tmp_path, monkeypatch):
@@ -99,6 +99,15 @@ def test_tiny_weights_are_called_vacuous(tmp_path, monkeypatch):
     monkeypatch.setattr(sides, "write_proxy", dummy)
     receipt = prove_module.prove(ProveConfig(out=tmp_path / "run", proxy="llama", groups=2, samples=2, updates=0), ["test"], Silent())
     assert receipt["status"] == "inconclusive" and "vacuous" in receipt["reason"]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_what_was_found(tmp_path, monkeypatch):
+    from lite.acceptance import scoring
+
+    monkeypatch.setattr(scoring, "policy_loss", lambda own, *rest: own.sum() * float("nan"))
+    receipt = prove_module.prove(ProveConfig(out=tmp_path / "run", proxy="llama", groups=2, samples=2, updates=1), ["test"], Silent())
+    assert receipt["status"] == "inconclusive" and "gradient norm is nan" in receipt["reason"]
+    assert receipt["policies"][0]["score"]["mismatch"] == 0 and (tmp_path / "run" / "rollout" / "theta0.safetensors").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"uid": "a", "prompt_ids": ["x"], "reasoning_gym": {"dataset": "d", "entry": {}}}',

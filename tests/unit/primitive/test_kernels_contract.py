@@ -176,12 +176,12 @@ def test_token_logprobs_are_fp32_of_logits_in_the_model_dtype(dtype: torch.dtype
 def test_a_drawn_token_carries_the_bytes_that_scoring_it_gives(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.head, "VOCAB_CHUNK", 64)
     hidden, weight = torch.randn(33, 48).to(dtype), (torch.randn(200, 48) * 3 * 48**-0.5).to(dtype)
-    temperature, noise = 0.5 + torch.rand(33), torch.empty(33, 190).exponential_()
-    ids, logprobs = reference.sample(hidden, weight, temperature, 190, noise)
+    temperature, uniform = 0.5 + torch.rand(33), torch.rand(33, 190)
+    ids, logprobs = reference.sample(hidden, weight, temperature, 190, uniform)
     scored = reference.token_logprobs(hidden, weight, ids, temperature, 190, False)[0]
     assert torch.equal(bits(logprobs), bits(scored))
     z = (hidden.double() @ weight[:190].double().T) / temperature.double()[:, None]
-    drawn = (z - noise.double().log()).argmax(-1)
+    drawn = (z - (-uniform.double().log()).log()).argmax(-1)
     assert (ids == drawn).double().mean() >= 0.9  # bf16 logits may turn a near tie
 
 

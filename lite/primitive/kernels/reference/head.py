@@ -60,8 +60,8 @@ def token_logprobs(
     return (own - stats.max) - torch.log(stats.sum), stats.entropy(), stats.max, stats.sum
 
 
-def sample(hidden: Tensor, weight: Tensor, temperature: Tensor, vocab_size: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws one token a row from softmax(logits / temperature) by the Gumbel trick: noise[T, vocab_size] is exponential, fp32.
+def sample(hidden: Tensor, weight: Tensor, temperature: Tensor, vocab_size: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws one token a row from softmax(logits / temperature) by the Gumbel trick: uniform[T, vocab_size] in [0, 1), fp32.
     -> (ids[T] int64, their logprobs[T] fp32, the bytes that `token_logprobs` gives)."""
     stats = SoftmaxStatistics(with_entropy=False)
     chunks = []
@@ -69,6 +69,6 @@ def sample(hidden: Tensor, weight: Tensor, temperature: Tensor, vocab_size: int,
         stats.update(z)
         chunks.append(z)
     z = torch.cat(chunks, dim=1)
-    ids = (z - torch.log(noise)).argmax(-1)
+    ids = (z - torch.log(-torch.log(uniform))).argmax(-1)
     own = z.gather(1, ids[:, None])[:, 0]
     return ids, (own - stats.max) - torch.log(stats.sum)

@@ -12,10 +12,9 @@ from torch import Tensor
 def tree_sum(x: Tensor) -> Tensor:
     """Sum over the last axis by adding halves: the order of the additions is the axis length's alone. x fp32."""
     while (n := x.shape[-1]) > 1:
-        half = (n + 1) // 2
-        left = x[..., :half].clone()
-        left[..., : n - half] += x[..., half:]
-        x = left
+        half = n // 2
+        halves = x[..., :half] + x[..., half : 2 * half]
+        x = halves if n % 2 == 0 else torch.cat([halves, x[..., -1:]], dim=-1)
     return x[..., 0]
 
 
