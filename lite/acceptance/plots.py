@@ -78,7 +78,7 @@ def _first_mismatch(out: Path, receipt: dict[str, Any]) -> str | None:
             trainer = load_file(out / "scores" / f"{policy['policy']}.safetensors")[path]
             lengths = [len(t.response_ids) for t in trajectories]
             index = next(i for i, t in enumerate(trajectories) if (t.uid, t.sample) == (where["uid"], where["sample"]))
-            difference = trainer.split(lengths)[index] - trajectories[index].logprobs
+            difference = (trainer.split(lengths)[index] - trajectories[index].logprobs).tolist()
             figure, axis = plt.subplots(figsize=(8.4, 3.2))
             axis.bar(range(len(difference)), difference, color="tab:red")
             axis.axvline(where["position"], color="0.6", linewidth=1, linestyle="--")

@@ -179,10 +179,10 @@ class _Proof:
         before = {name: master.clone() for name, master in optimizer.masters.items()}
         with self._timed(f"theta{k} update", 1):
             done, norm, _ = s.runtime.optimizer_step(s.trainer)
-            s.runtime.lr_scheduler_step(s.trainer)
         if not done:
             self.stopped = f"update {k + 1}: the gradient norm is {norm}; the rollout bundle is kept"
             return False
+        s.runtime.lr_scheduler_step(s.trainer)
         groups, collapsed, distinct = distinct_samples(trajectories)
         by_group: dict[str, bool] = {}
         for t, a in zip(trajectories, advantage, strict=True):
