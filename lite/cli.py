@@ -31,7 +31,7 @@ def prove(
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers (the checkpoint's first ones).")] = None,
     engine: Annotated[str, typer.Option(metavar="embedded|vllm", help="Rollout engine.")] = "embedded",
     plugin: Annotated[str, typer.Option(metavar="on|off", help="vLLM plugin; the embedded engine needs none.")] = "on",
-    attention: Annotated[str | None, typer.Option(metavar="BACKEND", help="vLLM attention backend.")] = None,
+    attention: Annotated[str | None, typer.Option(metavar="BACKEND", help="vLLM's: TRITON_ATTN or FLASH_ATTN.")] = None,
     graphs: Annotated[str, typer.Option(metavar="eager|full_decode", help="CUDA graphs of the engine.")] = "eager",
     updates: Annotated[int, typer.Option(min=0, help="Policy updates between rollouts.")] = 2,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL prompts with reasoning-gym entries.")] = None,
@@ -67,7 +67,7 @@ def prove(
     config = ProveConfig(
         out=out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"),
         model=model, proxy=proxy, geometry=_one_of("--geometry", geometry, "tiny", "real"), layers=layers,
-        engine=_engine(engine, plugin, attention, graphs), updates=updates, prompts=prompts, prompt_tokens=_range(prompt_tokens),
+        **_engine(engine, plugin, attention, graphs), updates=updates, prompts=prompts, prompt_tokens=_range(prompt_tokens),
         response_tokens=response_tokens, groups=groups, samples=samples, dtype=_one_of("--dtype", dtype, "bf16", "fp32"),
         temperature=temperature, lr=lr, seed=seed, plant=plant,
     )  # fmt: skip
@@ -113,14 +113,15 @@ def compare(
     _finish(result, json_file, result["status"])
 
 
-def _engine(engine: str, plugin: str, attention: str | None, graphs: str) -> str:
+def _engine(engine: str, plugin: str, attention: str | None, graphs: str) -> dict[str, Any]:
     """The engine choices that fit together; the vLLM engine's own flags are refused for the embedded one."""
     _one_of("--engine", engine, "embedded", "vllm")
     _one_of("--plugin", plugin, "on", "off")
     _one_of("--graphs", graphs, "eager", "full_decode")
     if engine == "embedded" and (plugin == "off" or attention or graphs != "eager"):
         raise InputError("--engine embedded", "has no plugin, attention or graphs to choose", "leave those flags out")
-    return engine
+    backend = _one_of("--attention", attention or "TRITON_ATTN", "TRITON_ATTN", "FLASH_ATTN")
+    return {"engine": engine, "plugin": plugin == "on", "attention": backend, "graphs": graphs}
 
 
 def _one_of(flag: str, value: str, *choices: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
-from lite import __version__
 from lite.acceptance.bundle import save_bundle
 from lite.acceptance.grpo import advantages
 from lite.acceptance.plants import Plant, find_plant
@@ -29,7 +28,6 @@ from lite.acceptance.sides import ProveConfig, build_sides, check_choice
 from lite.errors import InputError, ProbeError
 from lite.primitive.optimizer.master import update_norm
 from lite.runtime.rollout.engine import Trajectory
-from lite.runtime.rollout.paged_cache import PAGE
 
 REDRAWS = 5
 RECEIPT, ROLLOUT, SCORES, PLOTS = "receipt.json", "rollout", "scores", "plots"
@@ -92,6 +90,7 @@ class _Proof:
         self.seconds: dict[str, float] = {}
         self.round = 0
         self.loss = 0.0
+        self.engine_fingerprint = ""
         self.stopped: str | None = None
 
     def run(self) -> dict[str, Any]:
@@ -131,7 +130,8 @@ class _Proof:
             advantage = advantages(trajectories, rewards)
             if self.plant:
                 trajectories = self.plant.rollout(trajectories)
-            save_bundle(c.out / ROLLOUT / f"theta{k}.safetensors", trajectories, rewards, s.engine.fingerprint(), c.temperature)
+            self.engine_fingerprint = s.engine.fingerprint()
+            save_bundle(c.out / ROLLOUT / f"theta{k}.safetensors", trajectories, rewards, self.engine_fingerprint, c.temperature)
             if any(advantage) or k == c.updates:
                 return trajectories, rewards, advantage
             self.progress.note(f"theta{k}: no advantage in {len(prompts)} groups, drawing the next prompts")
@@ -141,7 +141,7 @@ class _Proof:
         """Both paths on the same packed rollout: old logprobs without gradient, then the forward that training differentiates, its
         logprobs taken before the loss. The gradient stays for the update."""
         s, c = self.sides, self.config
-        rollout = pack_rollout(trajectories, c.temperature, c.token_budget, c.seed + k, self.plant)
+        rollout = pack_rollout(trajectories, c.temperature, c.seed + k, self.plant)
         with self._timed(f"theta{k} score", 1), MixerMagnitude(s.trainer) as magnitude:
             score = s.runtime.forward_backward(s.trainer, rollout.batches, forward_only=True)
         if k == 0:
@@ -153,7 +153,7 @@ class _Proof:
         self.policies.append({
             "policy": f"theta{k}",
             "version": {"engine": trajectories[0].policy_version, "trainer": score.weights_version},
-            "fingerprint": {"engine": s.engine.fingerprint(), "trainer": s.trainer.weights.fingerprint()},
+            "fingerprint": {"engine": self.engine_fingerprint, "trainer": s.trainer.weights.fingerprint()},
             "reward_mean": sum(rewards) / len(rewards),
             "score": compare_path(rollout, score.log_probs, score.requires_grad),
             "actor": compare_path(rollout, actor.log_probs, actor.requires_grad),
@@ -233,10 +233,7 @@ class _Proof:
                 "skipped": s.trainer.load_report.skipped,
                 "converted": s.trainer.load_report.converted,
             },
-            "engine": {
-                "name": s.engine.name, "version": __version__, "plugin": "none", "batch_invariant": True, "attention": "reference",
-                "graphs": "eager", "runner": "embedded", "page": PAGE, "handshake": [],
-            },
+            "engine": s.engine.facts(),
             "kernels": {
                 "set": s.ops.visible.NAME, "sources": kernel_sources(s.ops.visible), "probes": [p.as_dict() for p in s.trainer.probes],
             },

@@ -22,16 +22,18 @@ from lite.primitive.ops.bridges import reference_ops
 @torch.no_grad()
 def write_proxy(name: str, folder: Path, *, geometry: str, layers: int | None, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     """-> the config.json written."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     protocol = family(name)
     hf_config = protocol.proxy_config(geometry, layers)
     config = protocol.build_model_config(hf_config)
-    bundle = protocol.build_model(
-        config, impl_cfg=protocol.ImplConfig(), parallel=ParallelConfig(), kernels=reference_ops(), dtype=torch.float32
-    )
-    generator = torch.Generator().manual_seed(seed)
+    with torch.device(device):
+        bundle = protocol.build_model(
+            config, impl_cfg=protocol.ImplConfig(), parallel=ParallelConfig(), kernels=reference_ops(), dtype=torch.float32
+        )
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
-        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator, device=device))
 
     model = bundle.module
     normal(model.head.weight, 2.0 * config.hidden**-0.5)

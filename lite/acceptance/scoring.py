@@ -18,6 +18,8 @@ from lite.runtime.batch import PackedBatch
 from lite.runtime.rollout.engine import Trajectory
 from lite.runtime.runtime import Handle, LossFn, StepContext
 
+TOKEN_BUDGET = 2048
+
 
 @dataclass(frozen=True)
 class PackedRollout:
@@ -38,10 +40,12 @@ class PackedRollout:
         return [found[i] for i in range(len(self.trajectories))]
 
 
-def pack_rollout(trajectories: list[Trajectory], temperature: float, token_budget: int, seed: int, plant: Plant | None) -> PackedRollout:
-    """Packs in an order of its own (shuffled by seed), so that no trajectory keeps its rollout neighbours; at least two to a row."""
+def pack_rollout(trajectories: list[Trajectory], temperature: float, seed: int, plant: Plant | None) -> PackedRollout:
+    """Packs in an order of its own (shuffled by seed), so that no trajectory keeps its rollout neighbours; at least two to a row, which
+    holds TOKEN_BUDGET tokens or what the two longest need."""
     order = torch.randperm(len(trajectories), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths = [len(trajectories[i].prompt_ids) + len(trajectories[i].response_ids) for i in order]
+    token_budget = max(TOKEN_BUDGET, sum(sorted(lengths)[-2:]))
     members = [[order[i] for i in batch] for batch in micro_batches(lengths, token_budget)]
     if len(members) > 1 and len(members[-1]) == 1:
         members[-1].insert(0, members[-2].pop())

@@ -10,11 +10,12 @@ from lite.acceptance.tasks import PromptFileTask, Task, TokenSetTask
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.safetensors_files import read_json
-from lite.primitive.ops.bridges import Ops, reference_ops
+from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConfig
 from lite.runtime.rollout.embedded import EmbeddedEngine
-from lite.runtime.rollout.engine import Sampling
+from lite.runtime.rollout.engine import RolloutEngine, Sampling
 from lite.runtime.rollout.paged_cache import PAGE
+from lite.runtime.rollout.vllm import VllmEngine
 from lite.runtime.runtime import Handle, Runtime
 
 
@@ -28,6 +29,9 @@ class ProveConfig:
     geometry: str = "tiny"
     layers: int | None = None
     engine: str = "embedded"
+    plugin: bool = True
+    attention: str = "TRITON_ATTN"
+    graphs: str = "eager"
     updates: int = 2
     prompts: Path | None = None
     prompt_tokens: tuple[int, int] = (1, 40)
@@ -38,7 +42,6 @@ class ProveConfig:
     seed: int = 0
     temperature: float = 1.0
     lr: float = 1e-4
-    token_budget: int = 2048
     plant: str | None = None
 
 
@@ -48,7 +51,7 @@ class Sides:
     ops: Ops
     runtime: Runtime
     trainer: Handle
-    engine: EmbeddedEngine
+    engine: RolloutEngine
     task: Task
     sampling: Sampling
 
@@ -78,33 +81,56 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
         write_proxy(c.proxy, folder, geometry=c.geometry, layers=c.layers, dtype=backend.torch_dtype, seed=c.seed)
     runtime_config = RuntimeConfig(hf_path=str(folder), backend_cfg=backend)
     runtime = PlantedRuntime(runtime_config, plant) if plant else Runtime(runtime_config)
-    ops = reference_ops()
-    trainer = runtime.build_model(ops)
-    if plant:
-        check_applies(plant, trainer.bundle, c.updates, c.groups * c.samples)
-    runtime.train_mode(trainer)
-
     eos = eos_token_ids(folder, runtime.hf_config)
     sampling = Sampling(temperature=c.temperature, max_tokens=c.response_tokens, n=c.samples, seed=c.seed, eos_token_ids=eos)
     if c.prompts is not None:
         task: Task = PromptFileTask(c.prompts, folder, c.groups, eos)
     else:
-        task = TokenSetTask(trainer.bundle.config.vocab_size, c.groups, c.prompt_tokens, c.seed)
-    return Sides(folder, ops, runtime, trainer, _engine(c, runtime_config, folder, task), task, sampling)
+        task = TokenSetTask(runtime.hf_config["vocab_size"], c.groups, c.prompt_tokens, c.seed)
+
+    engine_bundle = Runtime(runtime_config).bundle()
+    if plant:
+        check_applies(plant, engine_bundle, c.updates, c.groups * c.samples)
+    if c.engine == "vllm":
+        # first: batch-invariant mode must be on before the trainer's first product
+        vllm_engine = _vllm_engine(c, engine_bundle, folder, task)
+        ops = vllm_ops(c.attention)
+        trainer = runtime.build_model(ops, vllm_engine.page)
+        vllm_engine.check_rotary(trainer.bundle.module.cos_sin)
+        engine: RolloutEngine = vllm_engine
+    else:
+        ops = reference_ops()
+        trainer = runtime.build_model(ops)
+        engine = _embedded_engine(c, engine_bundle, folder, task)
+    runtime.train_mode(trainer)
+    return Sides(folder, ops, runtime, trainer, engine, task, sampling)
 
 
-def _engine(c: ProveConfig, runtime_config: RuntimeConfig, folder: Path, task: Task) -> EmbeddedEngine:
+def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> EmbeddedEngine:
     """Steps small enough to cut prompts, and three quarters of the cache that all running requests may need, so that full batches
     also meet preemption."""
     sequences = min(c.groups * c.samples, 32)
     longest = task.longest_prompt + c.response_tokens
     cache_tokens = max(sequences * longest * 3 // 4, longest + PAGE)
-    return EmbeddedEngine(
-        Runtime(runtime_config).bundle(),
+    step_tokens = max(48, sequences + task.longest_prompt - 1)
+    return EmbeddedEngine(bundle, folder, max_step_tokens=step_tokens, max_sequences=sequences, cache_tokens=cache_tokens)
+
+
+def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> VllmEngine:
+    """As above: odd steps that cut long prompts, up to 512 requests at once, and too little cache for all of them."""
+    sequences = min(c.groups * c.samples, 512)
+    longest = task.longest_prompt + c.response_tokens
+    return VllmEngine(
+        bundle,
         folder,
-        max_step_tokens=max(48, sequences + task.longest_prompt - 1),
+        plugin=c.plugin,
+        attention=c.attention,
+        graphs=c.graphs,  # type: ignore[arg-type]
+        max_model_len=longest,
+        max_step_tokens=max(2049, sequences),
         max_sequences=sequences,
-        cache_tokens=cache_tokens,
+        temperature=c.temperature,
+        cache_tokens=max(task.total_tokens(c.samples, c.response_tokens) * 3 // 4, longest + 16 * PAGE),
     )
 
 
@@ -122,8 +148,8 @@ def check_choice(c: ProveConfig) -> None:
     low, high = c.prompt_tokens
     if not 1 <= low <= high:
         raise InputError("--prompt-tokens", f"{low}:{high} is no range of lengths from 1", "write SHORTEST:LONGEST")
-    if c.engine != "embedded":
-        raise InputError("--engine", f"{c.engine} is not built into this version", "use embedded")
+    if c.engine == "vllm" and c.dtype != "bf16":
+        raise InputError("--dtype", f"{c.dtype} with the vllm engine", "use bf16: its kernels are verified for nothing else")
     for name, value in (("--groups", c.groups), ("--samples", c.samples), ("--response-tokens", c.response_tokens)):
         if value < 1:
             raise InputError(name, f"{value} is not positive", "raise it")

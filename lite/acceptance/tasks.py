@@ -26,6 +26,9 @@ class Task(Protocol):
 
     def reward(self, uid: str, response_ids: Sequence[int]) -> float: ...
 
+    def total_tokens(self, samples: int, response_tokens: int) -> int:
+        """At most, of all sequences of a round together."""
+
 
 class TokenSetTask:
     """Random prompts; a response earns the share of its tokens that lie in a fixed random half of the vocabulary.
@@ -52,6 +55,9 @@ class TokenSetTask:
 
     def reward(self, uid: str, response_ids: Sequence[int]) -> float:
         return float(self.rewarded[list(response_ids)].float().mean())
+
+    def total_tokens(self, samples: int, response_tokens: int) -> int:
+        return self.groups * samples * (sum(self.prompt_tokens) // 2 + response_tokens)
 
 
 class PromptFileTask:
@@ -92,6 +98,9 @@ class PromptFileTask:
         if number is not None and answer is not None:
             score += 0.2 / (1.0 + abs(number - answer))
         return score
+
+    def total_tokens(self, samples: int, response_tokens: int) -> int:
+        return self.groups * samples * (self.longest_prompt + response_tokens)
 
     def _dataset(self, name: str) -> Any:
         if name not in self.datasets:

@@ -88,15 +88,16 @@ class Runtime:
                 model_cfg, impl_cfg=impl_cfg, parallel=cfg.parallel, kernels=ops or reference_ops(), dtype=cfg.torch_dtype
             )
 
-    def build_model(self, ops: Ops | None = None) -> Handle:
+    def build_model(self, ops: Ops | None = None, page: int = 16) -> Handle:
         """Built, probed and loaded, as policy version 0. Without an optimizer in the config it scores only.
+        page: the engine's, for the probe.
 
         Raises ProbeError where a kernel breaks its promise on this device, InputError for a checkpoint that does not fit.
         """
         cfg = self.config.backend_cfg
         ops = ops or reference_ops()
         bundle = self.bundle(ops)
-        probes = probe_kernels(ops.visible, bundle.module.probe_shapes(), cfg.torch_dtype, cfg.torch_device)
+        probes = probe_kernels(ops.visible, bundle.module.probe_shapes(), cfg.torch_dtype, cfg.torch_device, page)
         weights = DeployedWeights(bundle)
         optimizer = schedule = None
         if (o := cfg.optimizer) is not None:

@@ -1,7 +1,9 @@
 """Between checkpoint tensors and parameters, both ways, by the model's weight table."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,11 +83,16 @@ def export_weights(table: WeightTable, config: Any, layers: int, parameters: Map
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """sha256 over name, dtype, shape and bytes of every tensor, in the order of the names; one number for one policy's weights."""
-    digests = {}
-    for name, tensor in tensors:
-        head = f"{name} {_dtype(tensor)} {tuple(tensor.shape)}".encode()
-        digests[name] = hashlib.sha256(head + tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+
+    def digest(item: tuple[str, Tensor]) -> tuple[str, bytes]:
+        name, tensor = item
+        found = hashlib.sha256(f"{name} {_dtype(tensor)} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        return name, found.digest()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing does not hold the interpreter
+        digests = sorted(pool.map(digest, tensors))
+    return hashlib.sha256(b"".join(digest for _, digest in digests)).hexdigest()
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -18,7 +18,9 @@ from lite.primitive.kernels.visible import VisibleKernels
 from lite.primitive.parallel.packing import cumulative_lengths
 
 ROWS = 100  # more than three GEMM tiles, and not a multiple of one
-LENGTH = 150  # more than two key tiles, and not a multiple of one
+# Not a multiple of any tile. A GPU's kernels pick other paths for long sequences (at head size 64, FlashAttention 3 decodes unlike it
+# prefills somewhere between 1,000 and 4,000 keys), so the probe must be long there.
+LENGTH, LENGTH_ON_GPU = 150, 4200
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,13 @@ class Probe:
 
 
 @lru_cache(maxsize=64)
-def probe_kernels(kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device: torch.device) -> tuple[Probe, ...]:
-    """Every check, in order. Raises ProbeError at the first broken promise.
+def probe_kernels(kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device: torch.device, page: int = 16) -> tuple[Probe, ...]:
+    """Every check, in order; page is the engine's. Raises ProbeError at the first broken promise.
 
     "threads" only reports: a result that depends on the number of threads is still the same on both sides of one process.
     """
     found = []
-    for probe in _checks(kernels, shapes, dtype, device):
+    for probe in _checks(kernels, shapes, dtype, device, page):
         if not probe.ok and probe.check != "threads":
             raise ProbeError(
                 f"kernel {kernels.NAME}.{probe.kernel}: {probe.check} broken at shape {probe.shape} in {dtype} on {device}: "
@@ -67,7 +69,7 @@ def probe_kernels(kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device:
     return tuple(found)
 
 
-def _checks(kernels: VisibleKernels, shapes: ModelShapes, dtype: torch.dtype, device: torch.device) -> Any:
+def _checks(kernels: VisibleKernels, shapes: ModelShapes, dtype: torch.dtype, device: torch.device, page: int) -> Any:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -87,7 +89,7 @@ def _checks(kernels: VisibleKernels, shapes: ModelShapes, dtype: torch.dtype, de
     for size in shapes.swiglu:
         yield Probe("swiglu", "row invariance", (size,), _first_differing(kernels.swiglu, random(ROWS, 2 * size, scale=2.0)))
     if shapes.attention is not None:
-        yield from _attention_checks(kernels, shapes.attention, random)
+        yield from _attention_checks(kernels, shapes.attention, random, page)
     vocab, hidden = shapes.head
     weight = random(vocab, hidden, scale=3 * hidden**-0.5)
 
@@ -95,7 +97,12 @@ def _checks(kernels: VisibleKernels, shapes: ModelShapes, dtype: torch.dtype, de
         labels = torch.full(x.shape[:1], vocab // 2, device=device)
         return kernels.token_logprobs(x, weight, labels, torch.ones(len(x), device=device), vocab, False)[0][:, None]
 
-    yield Probe("token_logprobs", "row invariance", shapes.head, _first_differing(logprob, random(ROWS, hidden)))
+    x = random(ROWS, hidden)
+    yield Probe("token_logprobs", "row invariance", shapes.head, _first_differing(logprob, x))
+    labels, warm = torch.arange(ROWS, device=device) * (vocab // ROWS), torch.linspace(0.5, 1.5, ROWS, device=device)
+    sampler = bits(kernels.sampler_logprobs(x, weight, labels, warm, vocab))
+    differs = sampler != bits(kernels.token_logprobs(x, weight, labels, warm, vocab, True)[0])
+    yield Probe("token_logprobs", "equals the sampler's", shapes.head, int(differs.nonzero()[0]) if differs.any() else None)
 
 
 def _first_differing(run: Callable[[Tensor], Tensor], x: Tensor) -> int | None:
@@ -121,28 +128,30 @@ def _thread_dependence(run: Callable[[Tensor], Tensor], x: Tensor) -> int | None
     return int(differs.nonzero()[0]) if differs.any() else None
 
 
-def _attention_checks(kernels: VisibleKernels, shape: tuple[int, int, int], random: Callable[..., Tensor]) -> Any:
-    """A packed prefill against the same queries cut into pieces (keys cached) and against token by token decode."""
+def _attention_checks(kernels: VisibleKernels, shape: tuple[int, int, int], random: Callable[..., Tensor], page: int) -> Any:
+    """Training's packed attention against what the engine computes from pages: whole, cut into pieces, token by token."""
     query_heads, kv_heads, dim = shape
-    lengths = (LENGTH, 37, 1)
+    device = random(1).device
+    length = LENGTH_ON_GPU if device.type == "cuda" else LENGTH
+    lengths = (length, 37, 1)
     total = sum(lengths)
     q, k, v = random(total, query_heads, dim), random(total, kv_heads, dim), random(total, kv_heads, dim)
-    device = q.device
     cu = cumulative_lengths(lengths, device)
     packed = bits(kernels.attention(q, k, v, cu, cu, dim**-0.5)[0])
 
     def differing(start: int, stop: int) -> int | None:
         """Queries start .. stop of the first sequence, beside the whole second one, with the keys up to stop."""
-        two = torch.cat([torch.arange(start, stop), torch.arange(LENGTH, LENGTH + 37)]).to(device)
-        keys = torch.cat([torch.arange(stop), torch.arange(LENGTH, LENGTH + 37)]).to(device)
+        two = torch.cat([torch.arange(start, stop), torch.arange(length, length + 37)]).to(device)
+        keys = torch.cat([torch.arange(stop), torch.arange(length, length + 37)]).to(device)
         cu_q, cu_k = cumulative_lengths((stop - start, 37), device), cumulative_lengths((stop, 37), device)
-        again = bits(kernels.attention(q[two], k[keys], v[keys], cu_q, cu_k, dim**-0.5)[0])
+        again = bits(kernels.paged_attention(q[two], k[keys], v[keys], cu_q, cu_k, dim**-0.5, page)[0])
         differs = (again != packed[two]).flatten(1).any(1)
         return int(two[differs].min()) if differs.any() else None
 
     def first(spans: list[tuple[int, int]]) -> int | None:
         return min((row for span in spans if (row := differing(*span)) is not None), default=None)
 
-    yield Probe("attention", "packed equals alone", shape, first([(0, LENGTH)]))
-    yield Probe("attention", "chunked prefill equals prefill", shape, first([(0, 7), (7, 71), (71, LENGTH)]))
-    yield Probe("attention", "decode equals prefill", shape, first([(t, t + 1) for t in (0, 1, 31, 63, 64, 100, 127, 128, LENGTH - 1)]))
+    yield Probe("attention", "packed equals alone", shape, first([(0, length)]))
+    yield Probe("attention", "chunked prefill equals prefill", shape, first([(0, 7), (7, 71), (71, length)]))
+    places = {0, 1, 31, 63, 64, 100, 127, 128, *range(200, length, 61), length - 1}
+    yield Probe("attention", "decode equals prefill", shape, first([(t, t + 1) for t in sorted(places)]))

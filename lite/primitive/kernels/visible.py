@@ -43,6 +43,11 @@ class VisibleKernels(Protocol):
         last tokens: query r of n sees keys 0 .. len_k - n + r. -> (out[Tq, Hq, D] in the model dtype, lse[Tq, Hq] fp32, natural log
         of the sum of exp(scale * q.k)). In training cu_seqlens_q == cu_seqlens_k."""
 
+    def paged_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, page: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same as the engine computes it, from a cache of pages of `page` tokens."""
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up[T, 2F] -> [T, F]. silu in fp32, rounded to the model dtype, then the product rounded."""
 
@@ -55,3 +60,6 @@ class VisibleKernels(Protocol):
         Logits are rounded to the model dtype, cast to fp32, divided by the temperature; rows of weight past vocab_size (padding)
         take no part. max and sum are the softmax's statistics, for the backward. Entropy is in nats, and zeros without with_entropy.
         The vocabulary is walked in chunks; logits are never changed in place."""
+
+    def sampler_logprobs(self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
+        """The logprobs [T] that the engine's sampler returns for labels[T]."""

@@ -69,6 +69,14 @@ class Ops:
         return outputs[0], outputs[1]
 
 
+def vllm_ops(attention: str) -> Ops:
+    """vLLM's kernels with the given attention backend (FLASH_ATTN or TRITON_ATTN) and backwards on tensor cores: Hopper, bf16."""
+    from lite.primitive.kernels.vjp import cuda as cuda_vjp
+    from lite.primitive.kernels.vllm import flash_set, triton_set
+
+    return Ops({"FLASH_ATTN": flash_set, "TRITON_ATTN": triton_set}[attention], cuda_vjp)
+
+
 def reference_ops() -> Ops:
     """The reference kernels with torch's backwards: any device, fp32 or bf16."""
     from lite.primitive.kernels import reference

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lite import __version__
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.safetensors_files import read_tensors
@@ -97,6 +99,12 @@ class EmbeddedEngine:
             if token in sampling.eos_token_ids or len(request.response) == sampling.max_tokens:
                 scheduler.finish(request)
         return len(done)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "version": __version__, "plugin": "none", "batch_invariant": True, "attention": "reference",
+            "graphs": "eager", "runner": "embedded", "page": PAGE, "handshake": [],
+        }  # fmt: skip
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         self.weights.load(tensors, version, "weight sync")

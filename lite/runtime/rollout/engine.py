@@ -1,9 +1,9 @@
 """What every rollout engine is asked for, and what it gives back."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -75,8 +75,11 @@ class RolloutCounters:
 class RolloutEngine(Protocol):
     counters: RolloutCounters
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """n trajectories a prompt, prompt by prompt, in the order given."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: Callable[[int], None]) -> list[Trajectory]:
+        """n trajectories a prompt, prompt by prompt, in the order given. on_tokens is told how many tokens were sampled."""
+
+    def facts(self) -> dict[str, Any]:
+        """The receipt's "engine" entry: name, version, plugin, batch_invariant, attention, graphs, runner, page, handshake."""
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Every weight by its Hugging Face name, complete or an InputError; a failed update leaves an engine that refuses to generate."""

@@ -28,7 +28,7 @@ def by_rows(fn):
     return lambda x, *rest: fn(x, *rest) + (1e-3 if x.shape[0] < 8 else 0.0)
 
 
-def attention_of_another_backend(q, k, v, cu_q, cu_k, scale):
+def attention_of_another_backend(q, k, v, cu_q, cu_k, scale, page):
     """Decode by another formula than prefill, as engines have it."""
     out, lse = reference.attention(q, k, v, cu_q, cu_k, scale)
     decoding = torch.repeat_interleave(cu_q.diff() == 1, cu_q.diff().long())
@@ -45,15 +45,16 @@ def test_the_reference_set_keeps_its_promises_here(dtype):
 @pytest.mark.parametrize(
     ("name", "planted", "check"),
     [
-        ("linear", by_rows(reference.linear), "row invariance"),
-        ("rms_norm", by_rows(reference.rms_norm), "row invariance"),
-        ("swiglu", by_rows(reference.swiglu), "row invariance"),
-        ("attention", attention_of_another_backend, "decode equals prefill"),
+        ("linear", {"linear": by_rows(reference.linear)}, "row invariance"),
+        ("rms_norm", {"rms_norm": by_rows(reference.rms_norm)}, "row invariance"),
+        ("swiglu", {"swiglu": by_rows(reference.swiglu)}, "row invariance"),
+        ("attention", {"paged_attention": attention_of_another_backend}, "decode equals prefill"),
+        ("token_logprobs", {"sampler_logprobs": lambda *args: reference.sampler_logprobs(*args) + 1e-6}, "equals the sampler's"),
     ],
 )
 def test_a_broken_kernel_is_named_with_shape_and_row(name, planted, check):
     with pytest.raises(ProbeError) as error:
-        probe_kernels(kernels(**{name: planted}), SHAPES, torch.float32, CPU)
+        probe_kernels(kernels(**planted), SHAPES, torch.float32, CPU)
     assert re.search(rf"planted\.{name}: {check} broken at shape \(.*\) in torch.float32 on cpu: first differing row \d+", str(error.value))
 
 

@@ -3,11 +3,12 @@
 Rounding inside: rotary and attention compute in fp32 throughout and round once at the end.
 """
 
-from lite.primitive.kernels.reference.attention import attention
+from lite.primitive.kernels.reference.attention import attention, paged_attention
 from lite.primitive.kernels.reference.gemm import linear
-from lite.primitive.kernels.reference.head import sample, token_logprobs
+from lite.primitive.kernels.reference.head import sample, sampler_logprobs, token_logprobs
 from lite.primitive.kernels.reference.pointwise import add_rms_norm, embedding, rms_norm, rotary, swiglu
 
 NAME = "reference"
 
-__all__ = ["NAME", "add_rms_norm", "attention", "embedding", "linear", "rms_norm", "rotary", "sample", "swiglu", "token_logprobs"]
+__all__ = ["NAME", "add_rms_norm", "attention", "embedding", "linear", "paged_attention", "rms_norm", "rotary", "sample",
+           "sampler_logprobs", "swiglu", "token_logprobs"]  # fmt: skip

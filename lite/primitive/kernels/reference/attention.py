@@ -59,6 +59,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_
     return out[kept].to(q.dtype), lse[kept]
 
 
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, page: int
+) -> tuple[Tensor, Tensor]:
+    """The embedded engine gathers its pages and calls `attention`."""
+    return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
+
+
 def _query_tiles(cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For each tile: its sequence [n], the rows of q it holds [n, Q_ROWS] (Tq where it pads) and their positions in the sequence.
     A padding row repeats the position of the tile's last real one, so that it asks for no further keys."""

@@ -72,3 +72,8 @@ def sample(hidden: Tensor, weight: Tensor, temperature: Tensor, vocab_size: int,
     ids = (z - torch.log(-torch.log(uniform))).argmax(-1)
     own = z.gather(1, ids[:, None])[:, 0]
     return ids, (own - stats.max) - torch.log(stats.sum)
+
+
+def sampler_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
+    """`sample`'s logprob of a token that is already known."""
+    return token_logprobs(hidden, weight, labels, temperature, vocab_size, False)[0]

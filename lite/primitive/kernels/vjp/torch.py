@@ -5,6 +5,7 @@ Every function takes (values by name, names that need a gradient, gradients of t
 `torch.bmm` is not used here: vLLM's batch-invariant mode replaces it, process-wide, by a function without autograd.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 Values = dict[str, Any]
 Needs = frozenset[str]
 Grads = dict[str, Tensor | None]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 QUERY_BLOCK, VOCAB_CHUNK = 512, 8192  # how much of the scores and of the logits is held at once
 
@@ -121,33 +123,36 @@ def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     return {"q": dq.to(q.dtype), "k": dk.to(k.dtype), "v": dv.to(v.dtype)}
 
 
-def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32."""
+    return a.float() @ b.float()
+
+
+def token_logprobs(values: Values, needs: Needs, d: Grads, product: Product = fp32_product) -> dict[str, Tensor]:
     """With z = logits / T, p = softmax(z), H the entropy: d logprob / dz_j = [j = label] - p_j, dH / dz_j = -p_j (log p_j + H).
 
-    The logits are made again chunk by chunk in fp32 from the saved hidden states, so no [T, V] tensor is ever held; the
-    statistics are the visible forward's.
+    The logits are made again chunk by chunk from the saved hidden states, so no [T, V] tensor is ever held; the statistics are the
+    visible forward's.
     """
     hidden, weight, labels, temperature = (values[name] for name in ("hidden", "weight", "labels", "temperature"))
     log_z = (values["max"] + torch.log(values["sum"]))[:, None]
     d_logprob, d_entropy = d["logprob"], d["entropy"]
-    x = hidden.float()
-    dx = torch.zeros_like(x)
+    dx = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if "weight" in needs else None
     for start in range(0, values["vocab_size"], VOCAB_CHUNK):
-        stop = min(start + VOCAB_CHUNK, values["vocab_size"])
-        w = weight[start:stop].float()
-        log_p = (x @ w.t()).to(hidden.dtype).float() / temperature[:, None] - log_z
+        w = weight[start : min(start + VOCAB_CHUNK, values["vocab_size"])]
+        log_p = product(hidden, w.t()).to(hidden.dtype).float() / temperature[:, None] - log_z
         p = torch.exp(log_p)
         dz = torch.zeros_like(p)
         if d_logprob is not None:
             dz -= d_logprob[:, None] * p
-            here = ((labels >= start) & (labels < stop)).nonzero()[:, 0]
-            dz[here, labels[here] - start] += d_logprob[here]
+            own = torch.where((labels >= start) & (labels < start + w.shape[0]), d_logprob, 0.0)
+            dz.scatter_add_(1, (labels - start).clamp(0, w.shape[0] - 1)[:, None], own[:, None])
         if d_entropy is not None:
             dz -= d_entropy[:, None] * torch.where(p > 0, p * (log_p + values["entropy"][:, None]), 0.0)
         dz /= temperature[:, None]
-        dx += dz @ w
+        dx += product(dz, w)
         if d_weight is not None:
-            d_weight[start:stop] = dz.t() @ x
+            d_weight[start : start + w.shape[0]] = product(dz.t(), hidden)
     grads = {"hidden": dx.to(hidden.dtype)}
     return grads if d_weight is None else grads | {"weight": d_weight}

@@ -1,0 +1,71 @@
+"""VJPs on a Hopper GPU in bf16: tensor cores for every product, fp32 for every accumulation, deterministic.
+
+What is not a product of matrices is torch.py's. Products are `torch.mm` with `out_dtype` fp32 (measured as fast as Transformer Engine's
+`general_gemm` at these shapes); `torch.bmm` is not used: batch-invariant mode replaces it by a function without autograd. The attention's
+backward is FlashAttention 2's as ATen ships it, in its deterministic order, from the visible forward's output and lse.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lite.primitive.kernels.vjp import torch as torch_vjp
+from lite.primitive.kernels.vjp.torch import Grads, Needs, Values, add_rms_norm, embedding, rms_norm, rotary, swiglu
+
+__all__ = ["add_rms_norm", "attention", "embedding", "linear", "rms_norm", "rotary", "swiglu", "token_logprobs"]
+
+
+def linear(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    """y = x W^T + b: dx = dy W, dW = dy^T x, db = sum of dy."""
+    x, weight, dy = values["x"], values["weight"], d["y"]
+    assert dy is not None
+    grads = {}
+    if "x" in needs:
+        grads["x"] = torch.mm(dy, weight)
+    if "weight" in needs:
+        grads["weight"] = torch.mm(dy.t(), x, out_dtype=torch.float32)
+    if "bias" in needs:
+        grads["bias"] = dy.float().sum(0)
+    return grads
+
+
+def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    """FlashAttention's backward. A forward that kept no lse (the Triton kernel) is followed by FlashAttention's own forward first:
+    out and lse must belong together, or the softmax's gradient no longer sums to 0."""
+    q, k, v, out, lse, scale = (values[name] for name in ("q", "k", "v", "out", "lse", "scale"))
+    cu_q, cu_k = values["cu_seqlens_q"], values["cu_seqlens_k"]
+    longest_q, longest_k = int(cu_q.diff().max()), int(cu_k.diff().max())
+    d_out = d["out"]
+    assert d_out is not None
+    seed = offset = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    if lse.numel() == 0:
+        out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_q, cu_k, longest_q, longest_k, 0.0, True, False, scale=scale
+        )
+    else:
+        lse = lse.t()
+    with _deterministic():
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            d_out.contiguous(), q, k, v, out, lse.contiguous(), cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, offset, scale=scale
+        )
+    return {"q": dq, "k": dk, "v": dv}
+
+
+class _deterministic:  # noqa: N801  (a context manager, used as one)
+    """ATen's flash backward adds dq in a fixed order only where the process asks for deterministic algorithms."""
+
+    def __enter__(self) -> None:
+        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+
+
+def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of bf16 operands (a is rounded to b's dtype), accumulated and kept in fp32."""
+    return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+
+
+token_logprobs = partial(torch_vjp.token_logprobs, product=tensor_core_product)

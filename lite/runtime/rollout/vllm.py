@@ -1,0 +1,246 @@
+"""The released vLLM wheel in this process, exact by the plugin, or as it is where the plugin is off."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lite.errors import InputError, ProbeError
+from lite.model.protocol import ModelBundle
+from lite.primitive.ckpt.hf_weights import fingerprint
+from lite.primitive.ckpt.spec import parts
+from lite.primitive.compare import bits
+from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
+
+# one process, so that the trainer shares the device; functions may be sent to the worker; nothing is fetched or reported
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+def prepare_environment(plugin: bool) -> None:
+    """Must run before anything imports vllm: it reads some of these when its modules load."""
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if plugin:
+        os.environ["MLITE_EXACT"] = "1"
+    else:
+        os.environ.pop("MLITE_EXACT", None)
+
+
+class VllmEngine:
+    """bundle: an unloaded model of the same checkpoint, for its weight table. cache_tokens: capacity, None for what fits in memory (a
+    fraction of the device).
+
+    attention: FLASH_ATTN or TRITON_ATTN. graphs: eager or full_decode (CUDA graphs of decode steps). Raises InputError where the plugin
+    is on and a worker's handshake does not prove it.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        folder: Path,
+        *,
+        plugin: bool,
+        attention: str,
+        graphs: Literal["eager", "full_decode"],
+        max_model_len: int,
+        max_step_tokens: int,
+        max_sequences: int,
+        temperature: float,
+        cache_tokens: int | None = None,
+        memory: float = 0.4,
+    ):
+        prepare_environment(plugin)
+        from vllm import LLM
+
+        self.counters = RolloutCounters()
+        self.plugin, self.attention, self.graphs, self.temperature = plugin, attention, graphs, temperature
+        eager = {"mode": 0, "cudagraph_mode": "NONE", "custom_ops": ["all"]}
+        full_decode = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "custom_ops": ["all"]}
+        self.llm = LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enforce_eager=graphs == "eager",
+            compilation_config=eager if graphs == "eager" else full_decode,
+            attention_backend=attention,
+            enable_prefix_caching=False,
+            logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_step_tokens,
+            max_num_seqs=max_sequences,
+            num_gpu_blocks_override=None if cache_tokens is None else -(-cache_tokens // PAGE),
+            gpu_memory_utilization=memory,
+            async_scheduling=False,
+            scheduler_cls=counting_scheduler(self.counters),
+            seed=0,
+        )
+        self.weight_parts = [
+            (p.hf, p.start, _rows(bundle, p.native) if p.stop is None else p.stop)
+            for p in parts(bundle.weights, bundle.config, bundle.layers)
+        ]
+        self.vocab_size = bundle.config.vocab_size
+        self.max_model_len = max_model_len
+        self.llm.collective_rpc(_set_version, args=(0,))
+        self.handshakes: list[dict[str, Any]] = self._handshakes() if plugin else []
+
+    def _handshakes(self) -> list[dict[str, Any]]:
+        from lite.vllm_plugin import handshake
+
+        found = self.llm.collective_rpc(handshake)
+        for answer in found:
+            if answer["attention"] != [self.attention] or not answer["batch_invariant"] or answer["prefix_caching"]:
+                raise InputError("vllm worker", f"runs {answer}", f"it was asked for {self.attention} in batch-invariant mode")
+        return found
+
+    @property
+    def page(self) -> int:
+        return int(self.llm.llm_engine.vllm_config.cache_config.block_size)
+
+    def facts(self) -> dict[str, Any]:
+        import vllm
+
+        runner = self.llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)[0]
+        return {
+            "name": self.name, "version": vllm.__version__, "plugin": "on" if self.plugin else "off", "batch_invariant": True,
+            "attention": self.attention, "graphs": self.graphs, "runner": runner, "page": self.page, "handshake": self.handshakes,
+        }  # fmt: skip
+
+    def check_rotary(self, cos_sin: Tensor) -> None:
+        """The trainer's table of cosines and sines against the workers'. Raises ProbeError at the first differing position."""
+        for table in self.llm.collective_rpc(_rotary_table):
+            own = cos_sin[: len(table)]
+            differs = (bits(table[: len(own)].to(own.device)) != bits(own)).any(1)
+            if differs.any():
+                raise ProbeError(f"rotary table: position {int(differs.nonzero()[0])} differs between trainer and engine")
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: Callable[[int], None] = lambda tokens: None
+    ) -> list[Trajectory]:
+        """See `RolloutEngine.generate`."""
+        from vllm import SamplingParams
+
+        if sampling.temperature != self.temperature:
+            raise InputError("sampling.temperature", f"{sampling.temperature} at an engine built for {self.temperature}", "build another")
+        requests, params = [], []
+        for prompt in prompts:
+            if not prompt.ids or len(prompt.ids) + sampling.max_tokens > self.max_model_len:
+                raise InputError(f"prompt {prompt.uid}", f"{len(prompt.ids)} tokens and {sampling.max_tokens} to come",
+                                 f"give 1 to {self.max_model_len - sampling.max_tokens} tokens")  # fmt: skip
+            for sample in range(sampling.n):
+                requests.append((prompt, sample))
+                params.append(SamplingParams(
+                    temperature=sampling.temperature, max_tokens=sampling.max_tokens, logprobs=0, detokenize=False, ignore_eos=True,
+                    stop_token_ids=list(sampling.eos_token_ids), seed=request_seed(sampling.seed, prompt.uid, sample),
+                ))  # fmt: skip
+        outputs = self.llm.generate([{"prompt_token_ids": list(p.ids)} for p, _ in requests], params, use_tqdm=False)
+        self.counters.sequences += len(requests)
+        version = self.llm.collective_rpc(_version)[0]
+        found = []
+        for (prompt, sample), output in zip(requests, outputs, strict=True):
+            ids = tuple(output.outputs[0].token_ids)
+            logprobs = torch.tensor([row[token].logprob for row, token in zip(output.outputs[0].logprobs, ids, strict=True)])
+            found.append(Trajectory(prompt.uid, sample, prompt.ids, ids, logprobs, version))
+            on_tokens(len(ids))
+        return found
+
+    def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self.llm.collective_rpc(_load, args=(list(tensors), [hf for hf, _, _ in self.weight_parts], version))
+
+    def fingerprint(self) -> str:
+        return self.llm.collective_rpc(_fingerprint, args=(self.weight_parts,))[0]
+
+    def sleep(self, level: int = 1) -> None:
+        self.llm.sleep(level)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+    def close(self) -> None:
+        del self.llm
+
+
+PAGE = 16
+
+
+def _rows(bundle: ModelBundle, native: str) -> int:
+    return bundle.module.get_parameter(native).shape[0]
+
+
+# What follows runs inside a worker.
+
+
+def _set_version(worker: Any, version: int) -> None:
+    worker.mlite_policy_version = version
+
+
+def _version(worker: Any) -> int:
+    if worker.mlite_policy_version is None:
+        raise InputError("vllm worker", "its weights are not whole", "sync them")
+    return worker.mlite_policy_version
+
+
+def _load(worker: Any, tensors: list[tuple[str, Tensor]], expected: list[str], version: int) -> None:
+    """All weights or an InputError: vLLM itself only warns of what it did not get."""
+    worker.mlite_policy_version = None
+    names = [name for name, _ in tensors]
+    missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
+    if missing or extra or len(names) != len(set(names)):
+        what = f"{len(missing)} missing {missing[:3]}, {len(extra)} unexpected {extra[:3]}"
+        raise InputError("weight sync", what, "send each tensor once")
+    model = worker.get_model()
+    unloaded = {name for name, _ in model.named_parameters()} - set(model.load_weights(iter(tensors)))
+    if unloaded:
+        raise InputError("weight sync", f"vLLM did not load {sorted(unloaded)[:3]}", "check the checkpoint names")
+    torch.cuda.synchronize()
+    worker.mlite_policy_version = version
+
+
+def _fingerprint(worker: Any, weight_parts: list[tuple[str, int, int]]) -> str:
+    """Of the tensors under their checkpoint names, fused ones taken apart by rows."""
+    model = worker.get_model()
+    parameters = dict(model.named_parameters())
+    fused = {part: whole for whole, names in model.packed_modules_mapping.items() for part in names}
+
+    def held() -> Iterator[tuple[str, Tensor]]:
+        for hf, start, stop in weight_parts:
+            *prefix, module, leaf = hf.split(".")
+            yield hf, parameters[".".join([*prefix, fused.get(module, module), leaf])].detach()[start:stop]
+
+    return fingerprint(held())
+
+
+def _rotary_table(worker: Any) -> Tensor:
+    return next(m.cos_sin_cache for m in worker.get_model().modules() if "cos_sin_cache" in dict(m.named_buffers(recurse=False)))
+
+
+def counting_scheduler(counters: RolloutCounters) -> type:
+    """vLLM's scheduler, telling the counters what it schedules."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class CountingScheduler(Scheduler):
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            step = super().schedule(*args, **kwargs)
+            decoding, cut = [], 0
+            for request_id, new in step.num_scheduled_tokens.items():
+                request = self.requests[request_id]
+                before = request.num_computed_tokens - new
+                decoding.append(before >= request.num_prompt_tokens)
+                cut += before == 0 and new < request.num_prompt_tokens
+            counters.rows_max_in_batch = max(counters.rows_max_in_batch, step.total_num_scheduled_tokens)
+            counters.chunked_prefills += cut
+            counters.mixed_batches += any(decoding) and not all(decoding)
+            counters.joins += len(step.scheduled_new_reqs) if any(decoding) else 0
+            return step
+
+        def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+            counters.preemptions += 1
+            return super()._preempt_request(*args, **kwargs)
+
+    return CountingScheduler
