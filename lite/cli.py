@@ -1,6 +1,6 @@
 """The `mlite` command: parses, draws progress, prints the result. Exit 0 pass, 1 fail, 2 inconclusive or bad input."""
 
-import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +10,7 @@ import typer
 
 from lite.errors import InputError
 
+UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it in newer versions
 EXIT = {"pass": 0, "fail": 1, "inconclusive": 2}
 
 app = typer.Typer(
@@ -44,7 +45,7 @@ def prove(
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
     plant: Annotated[str | None, typer.Option(metavar="KIND", help="Plant a known error; the proof must then fail.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Result folder, runs/<time> by default.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Result folder, runs/TIME by default.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Prove that trainer and engine give each token's logprob the same bytes, before and after every update.
@@ -64,6 +65,7 @@ def prove(
     from lite.acceptance.report import write_report
     from lite.acceptance.sides import ProveConfig
 
+    _open_json(json_file)
     config = ProveConfig(
         out=out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"),
         model=model, proxy=proxy, geometry=_one_of("--geometry", geometry, "tiny", "real"), layers=layers,
@@ -96,16 +98,18 @@ def compare(
     """
     from lite.acceptance.bundle import bundle_files, compare_bundles, load_bundle
 
+    _open_json(json_file)
     lefts, rights = bundle_files(left), bundle_files(right)
     pairs = [(next(iter(lefts)), next(iter(rights)))] if left.is_file() and right.is_file() else [(n, n) for n in lefts if n in rights]
     if not pairs:
         raise InputError("compare", f"{left} and {right} hold no policy of the same name", "compare runs of the same length")
     result: dict[str, Any] = {"status": "pass", "policies": {}}
     for a, b in pairs:
-        found = compare_bundles(load_bundle(lefts[a]), load_bundle(rights[b]))
-        result["policies"][a] = found.as_dict()
-        result["status"] = result["status"] if found.exact else "fail"
-        typer.echo(f"{a}: {found.summary()}")
+        (one, heat), (other, other_heat) = load_bundle(lefts[a]), load_bundle(rights[b])
+        found = compare_bundles(one, other)
+        result["policies"][a] = found.as_dict() | {"temperature": [heat, other_heat]}
+        result["status"] = result["status"] if found.exact and heat == other_heat else "fail"
+        typer.echo(f"{a}: {found.summary()}" + ("" if heat == other_heat else f", temperatures {heat} and {other_heat}"))
     lacking = sorted(set(lefts) ^ set(rights)) if left.is_dir() and right.is_dir() else []
     if lacking:
         result["status"] = "fail"
@@ -132,15 +136,27 @@ def _one_of(flag: str, value: str, *choices: str) -> str:
 
 def _range(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
-    if not (low.isdigit() and (high.isdigit() or not high)):
+    if not (low.isdecimal() and (high.isdecimal() or not high)):
         raise InputError("--prompt-tokens", f"{text!r} is no range", "write SHORTEST:LONGEST, as 1:40")
     return int(low), int(high or low)
 
 
+def _open_json(json_file: Path | None) -> None:
+    """Fails before the work where the result could not be written after it."""
+    if json_file is None:
+        return
+    try:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.open("a").close()
+    except OSError as error:
+        raise InputError("--json", f"{json_file} cannot be written ({error.strerror})", "name another file") from None
+
+
 def _finish(result: dict[str, Any], json_file: Path | None, line: str) -> NoReturn:
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        from lite.acceptance.receipt import write_json
+
+        write_json(json_file, result)
     typer.echo(line)
     raise typer.Exit(EXIT[result["status"]])
 
@@ -182,11 +198,24 @@ class _Progress:
 
 
 def main() -> None:
+    """One line and exit 2 for whatever goes wrong: exit 1 says that a comparison failed, and nothing else may say it."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except InputError as error:
-        typer.echo(f"mlite: {error}", err=True)
-        sys.exit(2)
+        line = str(error)
+    except OSError as error:
+        line = f"{error.filename or 'file'}: {error.strerror}; check the path"
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("mlite: interrupted", err=True)
+        sys.exit(130)
+    except UsageError as error:
+        line = f"{error.format_message()}; see mlite --help"
+    except Exception as error:
+        if os.environ.get("MLITE_TRACEBACK") == "1":
+            raise
+        line = f"unexpected {type(error).__name__}: {error}; please report it with the output under MLITE_TRACEBACK=1"
+    typer.echo("mlite: " + " ".join(line.split()), err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

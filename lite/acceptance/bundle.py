@@ -39,8 +39,8 @@ def save_bundle(path: Path, trajectories: Sequence[Trajectory], rewards: Sequenc
     scratch.replace(path)
 
 
-def load_bundle(path: Path) -> list[Trajectory]:
-    """InputError for a file that is no rollout bundle."""
+def load_bundle(path: Path) -> tuple[list[Trajectory], str]:
+    """-> (trajectories, the temperature they were sampled at). InputError for a file that is no rollout bundle."""
     try:
         with safe_open(path, framework="pt") as file:
             meta, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -49,12 +49,15 @@ def load_bundle(path: Path) -> list[Trajectory]:
         responses = tensors["response_ids"].split(tensors["response_lens"].tolist())
         logprobs = tensors["logprobs"].split(tensors["response_lens"].tolist())
         samples = tensors["sample"].tolist()
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        found = [
+            Trajectory(uid, sample, tuple(p.tolist()), tuple(r.tolist()), lp, version)
+            for uid, sample, p, r, lp in zip(uids, samples, prompts, responses, logprobs, strict=True)
+        ]
+        if len({(t.uid, t.sample) for t in found}) < len(found):
+            raise ValueError("it holds a (uid, sample) twice")
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise InputError(path, f"is no rollout bundle ({error})", "give a file that `mlite prove` wrote under rollout/") from None
-    return [
-        Trajectory(uid, sample, tuple(p.tolist()), tuple(r.tolist()), lp, version)
-        for uid, sample, p, r, lp in zip(uids, samples, prompts, responses, logprobs, strict=True)
-    ]
+    return found, meta.get("temperature", "unknown")
 
 
 @dataclass(frozen=True)

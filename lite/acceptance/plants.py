@@ -58,6 +58,8 @@ def _position_shift(batch: PackedBatch) -> PackedBatch:
 
 
 def _packing_leak(batch: PackedBatch) -> PackedBatch:
+    if len(batch.seq_lens) < 2:
+        return batch
     first, second, *rest = batch.seq_lens
     return replace(batch, seq_lens=(first + second, *rest), position_ids=batch.context.positions)
 

@@ -37,7 +37,7 @@ def _logprobs(out: Path, receipt: dict[str, Any]) -> str:
     figure, axes = plt.subplots(1, len(policies), figsize=(4.2 * len(policies), 4.2), squeeze=False)
     for axis, policy in zip(axes[0], policies, strict=True):
         name = policy["policy"]
-        rollout = torch.cat([t.logprobs for t in load_bundle(out / "rollout" / f"{name}.safetensors")])
+        rollout = torch.cat([t.logprobs for t in load_bundle(out / "rollout" / f"{name}.safetensors")[0]])
         scores = load_file(out / "scores" / f"{name}.safetensors")
         low = float(min(rollout.min(), scores["actor"].min()))
         axis.plot([low, 0], [low, 0], color="0.8", linewidth=1, zorder=0)
@@ -74,7 +74,7 @@ def _first_mismatch(out: Path, receipt: dict[str, Any]) -> str | None:
             where = policy[path]["first_mismatch"]
             if where is None:
                 continue
-            trajectories = load_bundle(out / "rollout" / f"{policy['policy']}.safetensors")
+            trajectories = load_bundle(out / "rollout" / f"{policy['policy']}.safetensors")[0]
             trainer = load_file(out / "scores" / f"{policy['policy']}.safetensors")[path]
             lengths = [len(t.response_ids) for t in trajectories]
             index = next(i for i, t in enumerate(trajectories) if (t.uid, t.sample) == (where["uid"], where["sample"]))

@@ -1,5 +1,6 @@
 """The proof: rollout, score, update, again; every token's logprob compared by bytes on both of the trainer's paths."""
 
+import fcntl
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from lite.acceptance.grpo import advantages
 from lite.acceptance.plants import Plant, find_plant
 from lite.acceptance.receipt import SCHEMA, closure, environment, git_state, kernel_sources, verdict, weights_sha256, write_json
 from lite.acceptance.scoring import (
-    MixerMagnitude,
+    BranchMagnitude,
     PackedRollout,
     compare_path,
     distinct_samples,
@@ -30,7 +31,7 @@ from lite.primitive.optimizer.master import update_norm
 from lite.runtime.rollout.engine import Trajectory
 
 REDRAWS = 5
-RECEIPT, ROLLOUT, SCORES, PLOTS = "receipt.json", "rollout", "scores", "plots"
+RECEIPT, ROLLOUT, SCORES, PLOTS, LOCK = "receipt.json", "rollout", "scores", "plots", ".lock"
 
 
 class Progress(Protocol):
@@ -51,7 +52,11 @@ def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> di
     """
     plant = find_plant(config.plant) if config.plant else None
     check_choice(config)
-    _fresh_folder(config.out)
+    with _claimed(config.out):
+        return _prove(config, plant, command, progress)
+
+
+def _prove(config: ProveConfig, plant: Plant | None, command: Sequence[str], progress: Progress) -> dict[str, Any]:
     receipt: dict[str, Any] = {
         "schema": SCHEMA, "status": "inconclusive", "reason": "did not finish", "command": list(command), "plant": config.plant,
     }  # fmt: skip
@@ -60,18 +65,41 @@ def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> di
         receipt |= _Proof(config, plant, progress).run()
     except (InputError, ProbeError) as error:
         receipt["reason"] = str(error)
+    except Exception as error:
+        receipt["reason"] = f"unexpected {type(error).__name__}: {error}"
+        write_json(config.out / RECEIPT, receipt)
+        raise
     receipt |= {"git": git_state(), "closure": closure()}
     write_json(config.out / RECEIPT, receipt)
     return receipt
 
 
-def _fresh_folder(out: Path) -> None:
-    """Creates it, or clears what an earlier run wrote; a folder with anything else in it is somebody's."""
-    ours = {RECEIPT, ROLLOUT, SCORES, PLOTS, "proxy", "report.md"}
-    if out.exists() and (not out.is_dir() or any(entry.name not in ours for entry in out.iterdir())):
-        raise InputError("--out", f"{out} exists and is no folder of an earlier run", "name another folder")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """Creates the folder, or clears what an earlier run wrote into it, and keeps other runs out meanwhile. InputError for a folder that
+    holds anything else: it is somebody's."""
+    ours = {RECEIPT, ROLLOUT, SCORES, PLOTS, "proxy", "report.md", LOCK}
+    if out.exists() and not out.is_dir():
+        raise InputError("--out", f"{out} is a file", "name a folder")
+    entries = list(out.iterdir()) if out.is_dir() else []
+    foreign = [e.name for e in entries if e.name not in ours and not e.name.endswith(".partial") and not e.name.startswith(".proxy.")]
+    if foreign or (entries and not {RECEIPT, LOCK} & {e.name for e in entries}):
+        what = foreign[0] if foreign else entries[0].name
+        raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / LOCK).open("w")
+    except OSError as error:
+        raise InputError("--out", f"{out} cannot be written ({error.strerror})", "name another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError("--out", f"{out} is being written by another run", "wait for it or name another folder") from None
+        for entry in entries:
+            if entry.name != LOCK:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        yield
 
 
 class _Proof:
@@ -87,6 +115,8 @@ class _Proof:
         self.prompt_lengths: list[int] = []
         self.response_lengths: list[int] = []
         self.mixer_ratios: list[float] = []
+        self.mlp_ratios: list[float] = []
+        self.control_mismatch: int | None = None
         self.seconds: dict[str, float] = {}
         self.round = 0
         self.loss = 0.0
@@ -94,6 +124,16 @@ class _Proof:
         self.stopped: str | None = None
 
     def run(self) -> dict[str, Any]:
+        """What was found stays found: an error on the way ends the run, and the verdict still speaks of the policies before it."""
+        try:
+            self._policies()
+        except (InputError, ProbeError) as error:
+            if not self.policies:
+                raise
+            self.stopped = str(error)
+        return self._findings()
+
+    def _policies(self) -> None:
         for k in range(self.config.updates + 1):
             if k:
                 self._sync(k)
@@ -106,7 +146,6 @@ class _Proof:
             if k < self.config.updates and not self._update(k, trajectories, advantage):
                 break
             self.sides.runtime.zero_grad(self.sides.trainer)
-        return self._findings()
 
     def _sync(self, k: int) -> None:
         if self.plant and self.plant.skip_sync:
@@ -142,27 +181,41 @@ class _Proof:
         logprobs taken before the loss. The gradient stays for the update."""
         s, c = self.sides, self.config
         rollout = pack_rollout(trajectories, c.temperature, c.seed + k, self.plant)
-        with self._timed(f"theta{k} score", 1), MixerMagnitude(s.trainer) as magnitude:
+        with self._timed(f"theta{k} score", 1), BranchMagnitude(s.trainer) as magnitude:
             score = s.runtime.forward_backward(s.trainer, rollout.batches, forward_only=True)
         if k == 0:
-            self.mixer_ratios = magnitude.ratios()
+            self.mixer_ratios, self.mlp_ratios = magnitude.ratios(magnitude.mixer), magnitude.ratios(magnitude.mlp)
+            self._control(trajectories)
         with self._timed(f"theta{k} actor", 1):
             actor = s.runtime.forward_backward(s.trainer, rollout.batches, grpo_loss(rollout, advantage))
         self.loss = float(torch.stack(actor.losses).sum())
         self._keep_scores(k, rollout, score.log_probs, actor.log_probs)
+        groups, collapsed, distinct = distinct_samples(trajectories)
         self.policies.append({
             "policy": f"theta{k}",
+            "groups": groups,
+            "collapsed_groups": collapsed,
+            "distinct_samples": distinct,
+            "packed_rows": len(rollout.batches),
             "version": {"engine": trajectories[0].policy_version, "trainer": score.weights_version},
             "fingerprint": {"engine": self.engine_fingerprint, "trainer": s.trainer.weights.fingerprint()},
             "reward_mean": sum(rewards) / len(rewards),
-            "score": compare_path(rollout, score.log_probs, score.requires_grad),
-            "actor": compare_path(rollout, actor.log_probs, actor.requires_grad),
+            "score": compare_path(rollout, score.log_probs, any(score.requires_grad)),
+            "actor": compare_path(rollout, actor.log_probs, all(actor.requires_grad)),
         })  # fmt: skip
         found = self.policies[-1]
         self.progress.note(
             f"theta{k}: {found['score']['valid_tokens']} tokens, mismatch {found['score']['mismatch']} score, "
             f"{found['actor']['mismatch']} actor, reward {found['reward_mean']:.3f}"
         )
+
+    def _control(self, trajectories: list[Trajectory]) -> None:
+        """The same comparison over a trainer that is known to be wrong: it must differ, or it could not have."""
+        s, c = self.sides, self.config
+        wrong = pack_rollout(trajectories, c.temperature, c.seed, find_plant("position-shift"))
+        with self._timed("theta0 control", 1):
+            control = s.runtime.forward_backward(s.trainer, wrong.batches, forward_only=True)
+        self.control_mismatch = compare_path(wrong, control.log_probs, False)["mismatch"]
 
     def _keep_scores(self, k: int, rollout: PackedRollout, score: Sequence[torch.Tensor], actor: Sequence[torch.Tensor]) -> None:
         """The trainer's logprobs in the bundle's order, beside it."""
@@ -183,7 +236,6 @@ class _Proof:
             self.stopped = f"update {k + 1}: the gradient norm is {norm}; the rollout bundle is kept"
             return False
         s.runtime.lr_scheduler_step(s.trainer)
-        groups, collapsed, distinct = distinct_samples(trajectories)
         by_group: dict[str, bool] = {}
         for t, a in zip(trajectories, advantage, strict=True):
             by_group[t.uid] = by_group.get(t.uid, False) or a != 0
@@ -194,11 +246,9 @@ class _Proof:
             "master_update_norm": update_norm(before, optimizer.masters),
             "deployed_bytes_changed": s.trainer.weights.bytes_changed,
             "nonzero_advantages": sum(a != 0 for a in advantage),
-            "groups": groups,
-            "collapsed_groups": collapsed,
+            **{key: self.policies[k][key] for key in ("groups", "collapsed_groups", "distinct_samples")},
             "zero_advantage_groups": sum(not any_advantage for any_advantage in by_group.values()),
             "samples": len(trajectories),
-            "distinct_samples": distinct,
             "parameters_expected": expected,
             "parameters_with_grad": with_grad,
             "without_grad": without,
@@ -217,7 +267,9 @@ class _Proof:
 
     def _findings(self) -> dict[str, Any]:
         s, c = self.sides, self.config
-        status, reason = verdict(self.policies, self.updates, self.mixer_ratios, c.proxy is not None, self.stopped)
+        status, reason = verdict(
+            self.policies, self.updates, self.mixer_ratios + self.mlp_ratios, c.proxy is not None, self.control_mismatch, self.stopped
+        )
         return {
             "status": status,
             "reason": reason,
@@ -230,6 +282,7 @@ class _Proof:
                 "parameters": sum(p.numel() for p in s.trainer.module.parameters()),
                 "dtype": c.dtype,
                 "mixer_to_residual_rms": self.mixer_ratios,
+                "mlp_to_residual_rms": self.mlp_ratios,
                 "skipped": s.trainer.load_report.skipped,
                 "converted": s.trainer.load_report.converted,
             },
@@ -238,6 +291,7 @@ class _Proof:
                 "set": s.ops.visible.NAME, "sources": kernel_sources(s.ops.visible), "probes": [p.as_dict() for p in s.trainer.probes],
             },
             "task": s.task.reward_rule,
+            "control": {"plant": "position-shift", "mismatch": self.control_mismatch},
             "lengths": {
                 "prompt": [min(self.prompt_lengths), max(self.prompt_lengths)],
                 "response": [min(self.response_lengths), max(self.response_lengths)],

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import math
 import os
 import platform
 import subprocess
@@ -23,8 +24,17 @@ NOT_IN_CLOSURE = ("lite.cli", "lite.acceptance.report", "lite.acceptance.plots")
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    scratch.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
     os.replace(scratch, path)
+
+
+def _finite(content: Any) -> Any:
+    """NaN and Inf, which JSON lacks, by name."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def closure() -> dict[str, str]:
@@ -85,11 +95,18 @@ def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(
-    policies: list[dict[str, Any]], updates: list[dict[str, Any]], ratios: list[float], random_weights: bool, stopped: str | None
+    policies: list[dict[str, Any]],
+    updates: list[dict[str, Any]],
+    ratios: list[float],
+    random_weights: bool,
+    control_mismatch: int | None,
+    stopped: str | None,
 ) -> tuple[str, str]:
     """-> (status, reason). A mismatch fails; what would make a pass vacuous is inconclusive; the rest passes.
 
-    ratios: mixer to residual rms by layer. stopped: why the run ended before its last policy, None where it did not.
+    ratios: what each mixer and MLP adds to the residual, by rms. control_mismatch: tokens that differ where the trainer scores theta0
+    once more with positions planted wrong; a comparison that does not see that sees nothing. stopped: why the run ended
+    before its last policy, None where it did not.
     """
     for policy in policies:
         for path in ("score", "actor"):
@@ -106,14 +123,16 @@ def verdict(
     for u in updates:
         if u["parameters_with_grad"] != u["parameters_expected"] or u["without_grad"]:
             return "fail", f"update {u['step']}: no gradient for {', '.join(u['without_grad'][:3])}"
-        if u["collapsed_groups"]:
-            return "inconclusive", f"update {u['step']}: {u['collapsed_groups']} groups hold fewer than two distinct samples"
         if not (u["grad_norm"] > 0 and u["master_update_norm"] > 0 and u["deployed_bytes_changed"] > 0 and u["nonzero_advantages"] > 0):
             return "inconclusive", f"update {u['step']} changed nothing that is deployed, so the next policy proves nothing"
     if stopped is not None:
         return "inconclusive", stopped
-    if random_weights and ratios and min(ratios) < 0.02:
-        layer = ratios.index(min(ratios))
-        return "inconclusive", f"vacuous: layer {layer}'s mixer moves the residual by {ratios[layer]:.4f} of its rms, under 0.02"
+    for policy in policies:
+        if policy["collapsed_groups"]:
+            return "inconclusive", f"{policy['policy']}: {policy['collapsed_groups']} groups hold fewer than two distinct samples"
+    if not control_mismatch:
+        return "inconclusive", "vacuous: wrong positions change no logprob of theta0, so equal logprobs prove nothing"
+    if random_weights and min(ratios) < 0.02:
+        return "inconclusive", f"vacuous: a mixer or MLP moves the residual by {min(ratios):.4f} of its rms, under 0.02"
     tokens = sum(p["score"]["valid_tokens"] for p in policies)
     return "pass", f"{tokens} tokens under {len(policies)} policies have the same bytes on both paths"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,21 +42,20 @@ class PackedRollout:
 
 
 def pack_rollout(trajectories: list[Trajectory], temperature: float, seed: int, plant: Plant | None) -> PackedRollout:
-    """Packs in an order of its own (shuffled by seed), so that no trajectory keeps its rollout neighbours; at least two to a row, which
-    holds TOKEN_BUDGET tokens or what the two longest need."""
-    order = torch.randperm(len(trajectories), generator=torch.Generator().manual_seed(seed)).tolist()
-    lengths = [len(trajectories[i].prompt_ids) + len(trajectories[i].response_ids) for i in order]
-    token_budget = max(TOKEN_BUDGET, sum(sorted(lengths)[-2:]))
-    members = [[order[i] for i in batch] for batch in micro_batches(lengths, token_budget)]
-    if len(members) > 1 and len(members[-1]) == 1:
-        members[-1].insert(0, members[-2].pop())
+    """Packs in an order of its own: short and long in turn, shuffled by seed, so that no trajectory keeps its rollout neighbours and
+    rows hold unequal lengths. A row has TOKEN_BUDGET tokens, or room for the two longest."""
+    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+    by_length = sorted(torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist(), key=lambda i: lengths[i])
+    half = (len(by_length) + 1) // 2
+    order = [i for pair in zip_longest(by_length[:half], reversed(by_length[half:])) for i in pair if i is not None]
+    token_budget = max(TOKEN_BUDGET, 2 * max(lengths))
+    members = [[order[i] for i in batch] for batch in micro_batches([lengths[i] for i in order], token_budget)]
+    if not any(len({lengths[i] for i in batch}) > 1 for batch in members):
+        raise InputError("trainer's packing", "no row holds two sequences of unequal length, so it proves nothing about packing",
+                         "raise --groups or spread --prompt-tokens")  # fmt: skip
     batches = []
     for batch in members:
-        samples = [(trajectories[i].prompt_ids, trajectories[i].response_ids) for i in batch]
-        packed = PackedBatch.from_samples(samples, temperature)
-        if len(set(packed.seq_lens)) < 2:
-            raise InputError("trainer's packing", "a row holds no two sequences of unequal length, so it proves nothing about packing",
-                             "raise --groups or spread --prompt-tokens")  # fmt: skip
+        packed = PackedBatch.from_samples([(trajectories[i].prompt_ids, trajectories[i].response_ids) for i in batch], temperature)
         batches.append(plant.batch(packed) if plant else packed)
     return PackedRollout(trajectories, members, batches)
 
@@ -74,8 +74,8 @@ def grpo_loss(rollout: PackedRollout, advantages: Sequence[float]) -> LossFn:
     return loss
 
 
-def compare_path(rollout: PackedRollout, logprobs: Sequence[Tensor], requires_grad: Sequence[bool]) -> dict[str, Any]:
-    """One PATH entry of the receipt. logprobs: [T] of each micro-batch."""
+def compare_path(rollout: PackedRollout, logprobs: Sequence[Tensor], with_grad: bool) -> dict[str, Any]:
+    """One PATH entry of the receipt. logprobs: [T] of each micro-batch. with_grad: whether the path's outputs required a gradient."""
     trainer = rollout.by_trajectory(logprobs)
     result = compare_bytes(torch.cat([t.logprobs for t in rollout.trajectories]), torch.cat(trainer))
     first = None
@@ -88,8 +88,8 @@ def compare_path(rollout: PackedRollout, logprobs: Sequence[Tensor], requires_gr
                 break
             index -= len(own)
     return {
-        "grad_mode": "grad" if all(requires_grad) else "no_grad",
-        "requires_grad": all(requires_grad),
+        "grad_mode": "grad" if with_grad else "no_grad",
+        "requires_grad": with_grad,
         "dtype": result.dtype,
         "valid_tokens": result.valid_tokens,
         "mismatch": result.mismatch,
@@ -105,32 +105,37 @@ def _json(value: Tensor) -> float | str:
     return number if torch.isfinite(value) else str(number)
 
 
-class MixerMagnitude:
-    """Forward hooks that measure, layer by layer, rms(mixer output) / rms(residual it is added to) over the tokens they see."""
+class BranchMagnitude:
+    """Forward hooks that measure, layer by layer, what the mixer and the MLP add to the residual stream: rms(added) / rms(residual)."""
 
     def __init__(self, handle: Handle):
-        self.squares = [[0.0, 0.0] for _ in range(handle.bundle.layers)]
+        layers = handle.bundle.layers
+        self.mixer, self.mlp = [[0.0, 0.0] for _ in range(layers)], [[0.0, 0.0] for _ in range(layers)]
         self.outputs: dict[int, Tensor] = {}
         self.hooks = []
         for i, layer in enumerate(handle.bundle.module.layers):
             mixer = layer.get_submodule("mixer")
             self.hooks.append(mixer.register_forward_hook(lambda m, args, out, i=i: self.outputs.__setitem__(i, out.detach())))
-            self.hooks.append(layer.register_forward_hook(lambda m, args, out, i=i: self._add(i, out[1].detach())))
+            self.hooks.append(layer.register_forward_hook(lambda m, args, out, i=i: self._add(i, *(t.detach().double() for t in out))))
 
-    def _add(self, i: int, residual_after: Tensor) -> None:
+    def _add(self, i: int, mlp_out: Tensor, residual: Tensor) -> None:
+        """residual: after the mixer's output was added."""
         mixed = self.outputs.pop(i).double()
-        self.squares[i][0] += float(mixed.square().sum())
-        self.squares[i][1] += float((residual_after.double() - mixed).square().sum())
+        for sums, added, before in ((self.mixer[i], mixed, residual - mixed), (self.mlp[i], mlp_out, residual)):
+            sums[0] += float(added.square().sum())
+            sums[1] += float(before.square().sum())
 
-    def __enter__(self) -> "MixerMagnitude":
+    def __enter__(self) -> "BranchMagnitude":
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
-    def ratios(self) -> list[float]:
-        return [(mixed / residual) ** 0.5 for mixed, residual in self.squares]
+    @staticmethod
+    def ratios(sums: list[list[float]]) -> list[float]:
+        """0 where the residual itself is 0: nothing can be told apart there."""
+        return [(added / residual) ** 0.5 if residual else 0.0 for added, residual in sums]
 
 
 def distinct_samples(trajectories: Sequence[Trajectory]) -> tuple[int, int, int]:

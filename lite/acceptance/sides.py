@@ -9,6 +9,7 @@ from lite.acceptance.proxy import write_proxy
 from lite.acceptance.tasks import PromptFileTask, Task, TokenSetTask
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle
+from lite.model.registry import family
 from lite.primitive.ckpt.safetensors_files import read_json
 from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConfig
@@ -137,12 +138,15 @@ def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) 
 def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
     """Of generation_config.json where there is one, else of config.json."""
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    ids = generation.get("eos_token_id", hf_config.get("eos_token_id"))
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    given = generation.get("eos_token_id", hf_config.get("eos_token_id"))
+    ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
+    if not all(type(i) is int for i in ids):
+        raise InputError(folder, f"eos_token_id = {given!r} is no token id", "correct config.json")
+    return ids
 
 
 def check_choice(c: ProveConfig) -> None:
-    """The choices that can be refused before anything is written."""
+    """Whatever can be refused before anything is written or cleared."""
     if (c.model is None) == (c.proxy is None):
         raise InputError("prove", "needs one of --model and --proxy", "name a checkpoint folder or a family")
     low, high = c.prompt_tokens
@@ -153,7 +157,26 @@ def check_choice(c: ProveConfig) -> None:
     for name, value in (("--groups", c.groups), ("--samples", c.samples), ("--response-tokens", c.response_tokens)):
         if value < 1:
             raise InputError(name, f"{value} is not positive", "raise it")
-    if c.samples < 2 and c.updates:
+    if c.samples < 2:
         raise InputError("--samples", f"{c.samples} sample a group has no group to be compared with", "raise it to 2 or more")
-    if c.updates < 0:
-        raise InputError("--updates", f"{c.updates} is negative", "use 0 or more")
+    if not 0 <= c.seed < 1 << 31:
+        raise InputError("--seed", f"{c.seed} is out of range", "use 0 to 2147483647")
+    if c.engine == "vllm" and c.model and c.layers:
+        raise InputError("--layers", "is not built for a checkpoint with the vllm engine", "leave it out")
+    for flag, path in (("--model", c.model), ("--prompts", c.prompts)):
+        if path is not None and path.resolve().is_relative_to(c.out.resolve()):
+            raise InputError(flag, f"{path} lies in --out, which is cleared", "name another --out")
+    OptimizerConfig(lr=c.lr)
+    Sampling(temperature=c.temperature)
+    if c.proxy is not None:
+        family(c.proxy)
+    else:
+        assert c.model is not None
+        override = {"num_hidden_layers": c.layers} if c.layers else {}
+        runtime = Runtime(RuntimeConfig(hf_path=c.model, backend_cfg=MegatronLiteConfig(override=override)))
+        runtime.protocol.build_model_config(runtime.hf_config)
+        eos_token_ids(c.model, runtime.hf_config)
+    if c.prompts is not None:
+        if c.model is None:
+            raise InputError("--prompts", "needs a checkpoint with a tokenizer", "give --model, not --proxy")
+        PromptFileTask(c.prompts, c.model, c.groups, ())

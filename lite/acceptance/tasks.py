@@ -82,7 +82,7 @@ class PromptFileTask:
         self.by_uid = {line["uid"]: line for line in self.lines}
         self.longest_prompt = max(len(line["prompt_ids"]) for line in self.lines)
         self.tokenizer = _tokenizer(checkpoint)
-        self.datasets: dict[str, Any] = {}
+        self.datasets = {name: _dataset(path, name) for name in {line["reasoning_gym"]["dataset"] for line in self.lines}}
 
     def prompts(self, round_index: int) -> list[Prompt]:
         """The next `groups` lines, round after round, from the start again at the end."""
@@ -93,7 +93,7 @@ class PromptFileTask:
     def reward(self, uid: str, response_ids: Sequence[int]) -> float:
         spec = self.by_uid[uid]["reasoning_gym"]
         text = self.tokenizer.decode([t for t in response_ids if t not in self.eos_token_ids]).strip()
-        score = float(self._dataset(spec["dataset"]).score_answer(text, spec["entry"]))
+        score = float(self.datasets[spec["dataset"]].score_answer(text, spec["entry"]))
         number, answer = _last_number(text), _last_number(str(spec["entry"]["answer"]))
         if number is not None and answer is not None:
             score += 0.2 / (1.0 + abs(number - answer))
@@ -102,25 +102,19 @@ class PromptFileTask:
     def total_tokens(self, samples: int, response_tokens: int) -> int:
         return self.groups * samples * (self.longest_prompt + response_tokens)
 
-    def _dataset(self, name: str) -> Any:
-        if name not in self.datasets:
-            import reasoning_gym
-
-            self.datasets[name] = reasoning_gym.create_dataset(name, size=1, seed=0)
-        return self.datasets[name]
-
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The file's lines, each checked to be a prompt that can be asked and rewarded."""
     try:
-        texts = path.read_text().splitlines()
-    except OSError as error:
-        raise InputError(path, f"cannot be read ({error.strerror})", "give a JSONL file of prompts") from None
+        texts = path.read_text().removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(path, f"cannot be read ({error})", "give a JSONL file of prompts") from None
     lines = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            known = isinstance(line["uid"], str) and {"dataset", "entry"} <= set(line["reasoning_gym"])
+            spec = line["reasoning_gym"]
+            known = all(isinstance(text, str) for text in (line["uid"], spec["dataset"], spec["entry"]["answer"]))
             ids = line["prompt_ids"]
             ok = known and isinstance(ids, list) and all(type(i) is int for i in ids)
         except (json.JSONDecodeError, KeyError, TypeError):
@@ -133,12 +127,27 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _dataset(path: Path, name: str) -> Any:
+    """The reasoning-gym data set of that name, for its scoring."""
+    try:
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(name, size=1, seed=0)
+    except ImportError as error:
+        raise InputError("--prompts", f"needs reasoning-gym ({error})", "pip install 'megatron-lite[demo]'") from None
+    except (ValueError, KeyError):
+        raise InputError(path, f"reasoning-gym has no data set {name!r}", "name one that it has") from None
+
+
 def _tokenizer(checkpoint: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise InputError("--prompts", "needs a tokenizer and transformers is not installed", "pip install 'megatron-lite[demo]'") from None
-    return AutoTokenizer.from_pretrained(checkpoint)
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise InputError(checkpoint, f"holds no tokenizer ({str(error).splitlines()[0]})", "add its files") from None
 
 
 def _last_number(text: str) -> float | None:

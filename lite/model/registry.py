@@ -10,7 +10,8 @@ from lite.model.protocol import ModelProtocol
 
 
 def families() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.ispkg)
+    here = Path(__file__).parent
+    return sorted(m.name for m in pkgutil.iter_modules([str(here)]) if m.ispkg and (here / m.name / "protocol.py").exists())
 
 
 def family(name: str) -> ModelProtocol:
@@ -23,6 +24,6 @@ def family(name: str) -> ModelProtocol:
 def family_of(model_type: str | None) -> str:
     """The family that serves config.json's model_type."""
     served = {hf_type: name for name in families() for hf_type in family(name).HF_MODEL_TYPES}
-    if model_type not in served:
+    if not isinstance(model_type, str) or model_type not in served:
         raise InputError("config.json", f"model_type {model_type!r} is not supported", nearest(str(model_type), served))
     return served[model_type]

@@ -40,8 +40,11 @@ class PackedBatch:
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise InputError(f"PackedBatch.{name}", f"has {len(value)} entries for {tokens} tokens", "give one a token")
-        if not (torch.as_tensor(self.temperature) > 0).all():
-            raise InputError("PackedBatch.temperature", "is not above 0", "give the temperature that the tokens were sampled at")
+        temperature = torch.as_tensor(self.temperature)
+        if not ((temperature > 0) & torch.isfinite(temperature)).all() or temperature.shape not in ((), (tokens,)):
+            raise InputError("PackedBatch.temperature", "is not above 0, or not one a token", "give what the tokens were sampled at")
+        if self.loss_mask is not None and self.loss_mask.dtype != torch.bool:
+            raise InputError("PackedBatch.loss_mask", f"is {self.loss_mask.dtype}", "give booleans: integers would index rows")
         if self.loss_mask is not None and not self.loss_mask.any():
             raise InputError("PackedBatch.loss_mask", "marks no token", "an empty mask scores and proves nothing; mark the responses")
 
@@ -75,7 +78,7 @@ class PackedBatch:
     def temperatures(self) -> Tensor:
         """[T] fp32."""
         if isinstance(self.temperature, Tensor):
-            return self.temperature.float()
+            return self.temperature.float().expand(self.input_ids.shape)
         return torch.full(self.input_ids.shape, self.temperature, dtype=torch.float32, device=self.input_ids.device)
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -45,8 +46,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_values(self)
-        if not self.lr > 0:
-            raise InputError("OptimizerConfig.lr", f"{self.lr} is not above 0", "build without an optimizer to score only")
+        if not 0 < self.lr < 1e6:
+            raise InputError("OptimizerConfig.lr", f"{self.lr} is no learning rate", "choose one above 0; without optimizer to score only")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class MegatronLiteConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    hf_path: str
+    hf_path: str | Path
     backend: Literal["mlite"] = "mlite"
     backend_cfg: MegatronLiteConfig = field(default_factory=MegatronLiteConfig)
 

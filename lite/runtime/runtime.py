@@ -14,6 +14,7 @@ from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.hf_weights import LoadReport
 from lite.primitive.ckpt.safetensors_files import read_tensors, write_checkpoint
+from lite.primitive.ckpt.spec import Skip
 from lite.primitive.kernels.probe import Probe, probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
@@ -71,6 +72,8 @@ class Runtime:
         self.config = config
         self.folder = Path(config.hf_path)
         self.hf_config = load_hf_config(self.folder)
+        self.layers_on_disk = self.hf_config.get("num_hidden_layers")
+        self.hf_config |= config.backend_cfg.override
         name = config.backend_cfg.model_name
         self.family = family_of(self.hf_config.get("model_type")) if name == "auto" else name
         self.protocol: ModelProtocol = family(self.family)
@@ -82,11 +85,14 @@ class Runtime:
             if ranks not in (1, None):
                 raise InputError(f"parallel.{axis}", f"{ranks} ranks are not built yet", "set it to 1")
         impl_cfg: Any = from_dict(self.protocol.ImplConfig, cfg.impl_cfg, "impl_cfg")
-        model_cfg = self.protocol.build_model_config(self.hf_config, **cfg.override)
+        model_cfg = self.protocol.build_model_config(self.hf_config)
         with torch.device(cfg.torch_device):
-            return self.protocol.build_model(
+            bundle = self.protocol.build_model(
                 model_cfg, impl_cfg=impl_cfg, parallel=cfg.parallel, kernels=ops or reference_ops(), dtype=cfg.torch_dtype
             )
+        left_out = range(bundle.layers, self.layers_on_disk or 0)
+        bundle.weights += tuple(Skip(f"*.layers.{i}.*", "a layer beyond the overridden number") for i in left_out)
+        return bundle
 
     def build_model(self, ops: Ops | None = None, page: int = 16) -> Handle:
         """Built, probed and loaded, as policy version 0. Without an optimizer in the config it scores only.
@@ -196,13 +202,13 @@ class Runtime:
         return handle.optimizer
 
     def export_weights(self, handle: Handle) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, deployed tensor): what an engine is synced with."""
+        """(Hugging Face name, deployed tensor): what an engine is synced with. Views of the parameters: they change with the next step."""
         handle.weights.require()
         return handle.weights.export()
 
     def save_hf(self, handle: Handle, folder: Path) -> None:
         """A checkpoint of the deployed weights that transformers and vLLM open; the tokenizer's files come along."""
-        config = {k: v for k, v in self.hf_config.items() if k not in ("dtype", "torch_dtype")} | dict(self.config.backend_cfg.override)
+        config = {k: v for k, v in self.hf_config.items() if k not in ("dtype", "torch_dtype")}
         config["dtype"] = str(self.config.backend_cfg.torch_dtype).removeprefix("torch.")
         write_checkpoint(folder, config, self.export_weights(handle), beside=self.folder)
 

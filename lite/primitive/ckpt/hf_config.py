@@ -16,6 +16,27 @@ IRRELEVANT = frozenset({
 
 REQUIRED = object()
 
+KINDS = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                     "head_dim", "max_position_embeddings"), "count"),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), "positive number"),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), "boolean"),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), "mapping"),
+}  # fmt: skip
+
+
+def _is(value: Any, kind: str) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    match kind:
+        case "count":
+            return isinstance(value, int) and number and 0 < value < 1 << 31
+        case "positive number":
+            return number and value > 0
+        case "boolean":
+            return isinstance(value, bool)
+        case _:
+            return isinstance(value, dict)
+
 
 def load_hf_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
@@ -36,6 +57,10 @@ def read_fields(hf: Mapping[str, Any], honoured: Mapping[str, Any], only: Mappin
     for key, values in only.items():
         if key in hf and hf[key] not in values:
             raise InputError("config.json", f"{key} = {hf[key]!r} is not supported", f"only {' or '.join(map(repr, values))} is")
+    for key, kind in KINDS.items():
+        value = hf.get(key)
+        if key in honoured and value is not None and not _is(value, kind):
+            raise InputError("config.json", f"{key} = {value!r} is no {kind}", "correct it")
     missing = [key for key, default in honoured.items() if default is REQUIRED and hf.get(key) is None]
     if missing:
         raise InputError("config.json", f"lacks {missing[0]!r}", "add it")

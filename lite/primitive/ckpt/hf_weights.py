@@ -58,8 +58,8 @@ def load_weights(
         target = parameters[part.native][part.start : part.stop]
         if tensor.shape != target.shape:
             raise InputError(where, f"{name!r} is {tuple(tensor.shape)}, the config says {tuple(target.shape)}", "correct the config")
-        if not tensor.is_floating_point():
-            raise InputError(where, f"{name!r} holds {_dtype(tensor)}, not floating point", "give a bf16, fp16 or fp32 checkpoint")
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise InputError(where, f"{name!r} holds {_dtype(tensor)}", "give a bf16, fp16 or fp32 checkpoint")
         if not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise InputError(where, f"{name!r} holds NaN or Inf in {bad} places", "use an intact checkpoint")

@@ -30,13 +30,19 @@ def _unique_keys(path: Path) -> Any:
     return build
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose keys are unique at every level."""
     try:
-        content = json.loads(path.read_text(), object_pairs_hook=_unique_keys(path))
+        content = json.loads(path.read_text(), object_pairs_hook=_unique_keys(path), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise InputError(path, "no such file", "give the folder of a Hugging Face checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, IsADirectoryError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(path, f"is not JSON ({error})", "download it again") from None
     if not isinstance(content, dict):
         raise InputError(path, "is not a JSON object", "download it again")
@@ -44,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open(shard: Path) -> Any:
-    if not shard.exists():
+    if not shard.is_file():
         raise InputError(shard, "this shard is missing", "download it; the index names it")
     try:
         return safe_open(shard, framework="pt")
@@ -85,6 +91,8 @@ def write_checkpoint(
 
     beside: a checkpoint whose tokenizer and generation files are copied along.
     """
+    if folder.exists() and not (folder / "config.json").exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(folder, "exists and is no checkpoint", "name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -100,10 +108,16 @@ def write_checkpoint(
         for file in scratch.iterdir():
             file.chmod(0o644)
         scratch.chmod(0o755)  # mkdtemp made it private
-        old = folder.rename(scratch.with_suffix(".old")) if folder.exists() else None
-        scratch.rename(folder)
-        if old is not None:
+        if folder.exists():
+            old = folder.rename(scratch.with_name(scratch.name + ".old"))
+            try:
+                scratch.rename(folder)
+            except OSError:
+                old.rename(folder)
+                raise
             shutil.rmtree(old)
+        else:
+            scratch.rename(folder)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

@@ -52,12 +52,19 @@ class Probe:
         return asdict(self) | {"shape": list(self.shape), "ok": self.ok}
 
 
-@lru_cache(maxsize=64)
 def probe_kernels(kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device: torch.device, page: int = 16) -> tuple[Probe, ...]:
     """Every check, in order; page is the engine's. Raises ProbeError at the first broken promise.
 
     "threads" only reports: a result that depends on the number of threads is still the same on both sides of one process.
     """
+    return _probed(kernels, shapes, dtype, device, page, torch.get_num_threads())
+
+
+@lru_cache(maxsize=64)
+def _probed(
+    kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device: torch.device, page: int, threads: int
+) -> tuple[Probe, ...]:
+    """A property of the machine and of how many threads it works with, so found once for each."""
     found = []
     for probe in _checks(kernels, shapes, dtype, device, page):
         if not probe.ok and probe.check != "threads":
@@ -86,9 +93,19 @@ def _checks(kernels: VisibleKernels, shapes: ModelShapes, dtype: torch.dtype, de
         weight = random(size)
         run = lambda x, weight=weight: kernels.rms_norm(x, weight, 1e-6)  # noqa: E731
         yield Probe("rms_norm", "row invariance", (size,), _first_differing(run, random(ROWS, size)))
+        run = lambda x, weight=weight: kernels.add_rms_norm(x, x.flip(-1), weight, 1e-6)[0]  # noqa: E731
+        yield Probe("add_rms_norm", "row invariance", (size,), _first_differing(run, random(ROWS, size)))
     for size in shapes.swiglu:
         yield Probe("swiglu", "row invariance", (size,), _first_differing(kernels.swiglu, random(ROWS, 2 * size, scale=2.0)))
     if shapes.attention is not None:
+        heads, _, dim = shapes.attention
+        angles = random(1, dim)
+
+        def turned(x: Tensor) -> Tensor:
+            positions = torch.zeros(len(x), dtype=torch.int64, device=device)
+            return kernels.rotary(x.view(-1, heads, dim), x.view(-1, heads, dim)[:, :1].contiguous(), positions, angles)[0]
+
+        yield Probe("rotary", "row invariance", (heads, dim), _first_differing(turned, random(ROWS, heads * dim)))
         yield from _attention_checks(kernels, shapes.attention, random, page)
     vocab, hidden = shapes.head
     weight = random(vocab, hidden, scale=3 * hidden**-0.5)
@@ -139,19 +156,23 @@ def _attention_checks(kernels: VisibleKernels, shape: tuple[int, int, int], rand
     cu = cumulative_lengths(lengths, device)
     packed = bits(kernels.attention(q, k, v, cu, cu, dim**-0.5)[0])
 
-    def differing(start: int, stop: int) -> int | None:
-        """Queries start .. stop of the first sequence, beside the whole second one, with the keys up to stop."""
-        two = torch.cat([torch.arange(start, stop), torch.arange(length, length + 37)]).to(device)
-        keys = torch.cat([torch.arange(stop), torch.arange(length, length + 37)]).to(device)
-        cu_q, cu_k = cumulative_lengths((stop - start, 37), device), cumulative_lengths((stop, 37), device)
-        again = bits(kernels.paged_attention(q[two], k[keys], v[keys], cu_q, cu_k, dim**-0.5, page)[0])
-        differs = (again != packed[two]).flatten(1).any(1)
-        return int(two[differs].min()) if differs.any() else None
+    def differing(spans: list[tuple[int, int]]) -> int | None:
+        """One call over several cuts (start, stop) of the first sequence: its queries start .. stop with its keys up to stop."""
+        rows = torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
+        keys = torch.cat([torch.arange(stop) for _, stop in spans]).to(device)
+        cu_q = cumulative_lengths([stop - start for start, stop in spans], device)
+        cu_k = cumulative_lengths([stop for _, stop in spans], device)
+        again = bits(kernels.paged_attention(q[rows], k[keys], v[keys], cu_q, cu_k, dim**-0.5, page)[0])
+        differs = (again != packed[rows]).flatten(1).any(1)
+        return int(rows[differs].min()) if differs.any() else None
 
-    def first(spans: list[tuple[int, int]]) -> int | None:
-        return min((row for span in spans if (row := differing(*span)) is not None), default=None)
+    def first(calls: list[list[tuple[int, int]]]) -> int | None:
+        return min((row for spans in calls if (row := differing(spans)) is not None), default=None)
 
-    yield Probe("attention", "packed equals alone", shape, first([(0, length)]))
-    yield Probe("attention", "chunked prefill equals prefill", shape, first([(0, 7), (7, 71), (71, length)]))
-    places = {0, 1, 31, 63, 64, 100, 127, 128, *range(200, length, 61), length - 1}
-    yield Probe("attention", "decode equals prefill", shape, first([(t, t + 1) for t in sorted(places)]))
+    yield Probe("attention", "packed equals alone", shape, first([[(0, length)]]))
+    yield Probe("attention", "chunked prefill equals prefill", shape, first([[(0, 7)], [(7, 71)], [(71, length), (0, 7)]]))
+    places = sorted({0, 1, 31, 63, 64, 100, 127, 128, *range(200, length, 61), length - 1})
+    steps = [(t, t + 1) for t in places]
+    # decode steps alone, in a batch of their own (kernels choose by the longest query of a call) and beside a prefill
+    calls = [[step] for step in steps] + [steps[i : i + 8] for i in range(0, len(steps), 8)] + [[*steps[:8], (0, 71)]]
+    yield Probe("attention", "decode equals prefill", shape, first(calls))

@@ -29,15 +29,18 @@ class RotaryConfig:
         theta = given.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
         given["rope_type"] = given.pop("type", None) or given.get("rope_type", "default")
         rule = given["rope_type"]
-        if rule not in RULES:
+        if not isinstance(rule, str) or rule not in RULES:
             why = "; its angles depend on the sequence's length, which no cached decode can follow" if rule == "dynamic" else ""
-            raise InputError("config.json rope scaling", f"rule {rule!r} is not supported{why}", nearest(rule, RULES))
+            raise InputError("config.json rope scaling", f"rule {rule!r} is not supported{why}", nearest(str(rule), RULES))
         unknown = sorted(set(given) - RULES[rule] - {"rope_type"})
         if unknown:
             raise InputError("config.json rope scaling", f"unknown key {unknown[0]!r} for {rule}", nearest(unknown[0], RULES[rule]))
         positions = hf["max_position_embeddings"]
         if rule == "yarn":
             given.setdefault("original_max_position_embeddings", positions)
+        for key, value in given.items():
+            if key not in ("rope_type", "truncate") and value is not None and not (isinstance(value, int | float) and value > 0):
+                raise InputError("config.json rope scaling", f"{key} = {value!r} is no positive number", "correct it")
         missing = sorted(key for key in RULES[rule] - OPTIONAL if given.get(key) is None)
         if missing:
             raise InputError("config.json rope scaling", f"lacks {missing[0]!r}, which {rule} needs", "add it")

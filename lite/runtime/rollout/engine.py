@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lite.errors import InputError
 
+# Beyond it logits vanish beside the rounding of the softmax: every token gets the same logprob, whatever the weights.
+HOTTEST = 100.0
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -42,8 +45,8 @@ class Sampling:
             if getattr(self, name) != value:
                 raise InputError(f"sampling.{name}", f"{getattr(self, name)} is refused in exact mode", f"set it to {value}: the trainer "
                                  "scores softmax(logits / temperature) over the whole vocabulary")  # fmt: skip
-        if not self.temperature > 0:
-            raise InputError("sampling.temperature", f"{self.temperature} is not above 0", "choose a temperature above 0")
+        if not 0 < self.temperature <= HOTTEST:
+            raise InputError("sampling.temperature", f"{self.temperature} is not above 0 and at most {HOTTEST}", "choose one between")
         if self.max_tokens < 1 or self.n < 1:
             raise InputError("sampling", f"max_tokens {self.max_tokens} and n {self.n} must be at least 1", "raise them")
 

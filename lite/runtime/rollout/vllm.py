@@ -32,8 +32,8 @@ def prepare_environment(plugin: bool) -> None:
 
 
 class VllmEngine:
-    """bundle: an unloaded model of the same checkpoint, for its weight table. cache_tokens: capacity, None for what fits in memory (a
-    fraction of the device).
+    """bundle: an unloaded model of the same checkpoint, for its weight table. cache_tokens: capacity, None for what fits into
+    cache_bytes.
 
     attention: FLASH_ATTN or TRITON_ATTN. graphs: eager or full_decode (CUDA graphs of decode steps). Raises InputError where the plugin
     is on and a worker's handshake does not prove it.
@@ -54,7 +54,7 @@ class VllmEngine:
         max_sequences: int,
         temperature: float,
         cache_tokens: int | None = None,
-        memory: float = 0.4,
+        cache_bytes: int = 8 << 30,
     ):
         prepare_environment(plugin)
         from vllm import LLM
@@ -76,7 +76,8 @@ class VllmEngine:
             max_num_batched_tokens=max_step_tokens,
             max_num_seqs=max_sequences,
             num_gpu_blocks_override=None if cache_tokens is None else -(-cache_tokens // PAGE),
-            gpu_memory_utilization=memory,
+            gpu_memory_utilization=0.3,
+            kv_cache_memory_bytes=cache_bytes,
             async_scheduling=False,
             scheduler_cls=counting_scheduler(self.counters),
             seed=0,

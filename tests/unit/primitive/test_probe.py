@@ -38,7 +38,7 @@ def attention_of_another_backend(q, k, v, cu_q, cu_k, scale, page):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_set_keeps_its_promises_here(dtype):
     probes = probe_kernels(kernels(), SHAPES, dtype, CPU)
-    assert {p.kernel for p in probes} == {"linear", "rms_norm", "swiglu", "attention", "token_logprobs"}
+    assert {p.kernel for p in probes} == {"linear", "rms_norm", "add_rms_norm", "rotary", "swiglu", "attention", "token_logprobs"}
     assert all(p.ok for p in probes)
 
 

@@ -17,6 +17,8 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
     tiles = -(-M // ROWS)
     padded = x if tiles * ROWS == M else torch.cat([x, x.new_zeros(tiles * ROWS - M, K)])
     padded = padded.contiguous()
+    if padded.data_ptr() % 64:  # a BLAS may treat the ends of rows apart where they do not start on a cache line
+        padded = padded.clone()
     out = x.new_empty(tiles * ROWS, weight.shape[0])
     weight_t = weight.t()
     for tile in range(0, tiles * ROWS, ROWS):
