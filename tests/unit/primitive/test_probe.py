@@ -35,6 +35,12 @@ def attention_of_another_backend(q, k, v, cu_q, cu_k, scale, page):
     return torch.where(decoding[:, None, None], out * (1 + 2**-20), out), lse
 
 
+def attention_by_the_longest_query(q, k, v, cu_q, cu_k, scale, page):
+    """FlashAttention 3 at head size 64: another kernel where every sequence of a call of several has one query."""
+    out, lse = reference.attention(q, k, v, cu_q, cu_k, scale)
+    return (out * (1 + 2**-20), lse) if len(cu_q) > 2 and int(cu_q.diff().max()) == 1 else (out, lse)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_set_keeps_its_promises_here(dtype):
     probes = probe_kernels(kernels(), SHAPES, dtype, CPU)
@@ -49,6 +55,9 @@ def test_the_reference_set_keeps_its_promises_here(dtype):
         ("rms_norm", {"rms_norm": by_rows(reference.rms_norm)}, "row invariance"),
         ("swiglu", {"swiglu": by_rows(reference.swiglu)}, "row invariance"),
         ("attention", {"paged_attention": attention_of_another_backend}, "decode equals prefill"),
+        ("attention", {"paged_attention": attention_by_the_longest_query}, "decode equals prefill"),
+        ("rotary", {"rotary": lambda q, *rest: tuple(t + (q.shape[0] < 8) for t in reference.rotary(q, *rest))}, "row invariance"),
+        ("add_rms_norm", {"add_rms_norm": lambda x, *rest: (reference.add_rms_norm(x, *rest)[0] + (len(x) < 8), x)}, "row invariance"),
         ("token_logprobs", {"sampler_logprobs": lambda *args: reference.sampler_logprobs(*args) + 1e-6}, "equals the sampler's"),
     ],
 )
@@ -90,3 +99,26 @@ def test_a_failed_probe_ends_a_proof_inconclusive(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime_module, "probe_kernels", broken)
     receipt = prove(ProveConfig(out=tmp_path / "run", proxy="llama"), ["test"], Silent())
     assert receipt["status"] == "inconclusive" and "planted.linear" in receipt["reason"] and "row 3" in receipt["reason"]
+
+
+def test_the_probe_is_made_again_for_another_number_of_threads():
+    """A result at one number of threads says nothing of another."""
+    calls = []
+    planted = kernels(swiglu=lambda x: calls.append(torch.get_num_threads()) or reference.swiglu(x))
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 1, 2):
+            torch.set_num_threads(n)
+            probe_kernels(planted, SHAPES, torch.float32, CPU)
+    finally:
+        torch.set_num_threads(threads)
+    assert set(calls) == {1, 2} and calls.count(1) == calls.count(2)
+
+
+def test_a_tile_that_starts_off_a_cache_line_gives_the_same_bytes():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 100, generator=generator), torch.randn(98, 100, generator=generator)
+    wanted = reference.linear(x, weight, None)
+    for offset in range(1, 16):
+        shifted = torch.cat([torch.zeros(offset), x.view(-1)])[offset:].view(64, 100)
+        assert torch.equal(reference.linear(shifted, weight, None), wanted), offset

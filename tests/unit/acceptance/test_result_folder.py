@@ -1,0 +1,100 @@
+"""--out is cleared only of an earlier run, never of anybody's files, never of the input, and by one run at a time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lite.acceptance.prove import LOCK, _claimed
+from lite.acceptance.proxy import write_proxy
+from lite.errors import InputError
+from tests.unit.acceptance.test_prove import SMALL, mlite
+
+RUN = ("prove", "--proxy", "llama", *SMALL, "--updates", 0)
+
+
+@pytest.fixture
+def earlier(tmp_path, monkeypatch):
+    assert mlite(monkeypatch, *RUN, "--out", tmp_path / "run") == 0
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("change", [["--proxy", "lama"], ["--lr", "0"], ["--lr", "inf"], ["--temperature", "0"], ["--temperature", "1e9"],
+                                    ["--seed", "99999999999"], ["--prompts", "/nowhere"], ["--samples", "1"]])  # fmt: skip
+def test_a_typo_loses_no_earlier_run(change, earlier, monkeypatch):
+    before = (earlier / "receipt.json").read_bytes()
+    assert mlite(monkeypatch, *RUN, "--out", earlier, *change) == 2
+    assert (earlier / "receipt.json").read_bytes() == before and (earlier / "rollout" / "theta0.safetensors").exists()
+
+
+def test_the_checkpoint_of_an_earlier_run_is_not_cleared_under_the_next(earlier, monkeypatch, capsys):
+    assert mlite(monkeypatch, "prove", "--model", earlier / "proxy", "--out", earlier) == 2
+    assert "lies in --out" in capsys.readouterr().err
+    assert (earlier / "proxy" / "model.safetensors").exists()
+
+
+def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path, monkeypatch):
+    precious = tmp_path / "mine" / "rollout" / "data"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
+    assert mlite(monkeypatch, *RUN, "--out", tmp_path / "mine") == 2
+    assert precious.read_text() == "precious"
+
+
+def test_what_a_killed_run_left_does_not_block_the_next(earlier, monkeypatch):
+    (earlier / "receipt.json.partial").write_text("{")
+    (earlier / ".proxy.abc123").mkdir()
+    assert mlite(monkeypatch, *RUN, "--out", earlier) == 0
+    assert not (earlier / "receipt.json.partial").exists()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with _claimed(tmp_path / "run"), pytest.raises(InputError, match="another run"), _claimed(tmp_path / "run"):
+        pass
+    with _claimed(tmp_path / "run"):
+        assert (tmp_path / "run" / LOCK).exists()
+
+
+def test_a_run_that_is_killed_leaves_a_receipt_that_says_so(tmp_path):
+    code = "from lite.acceptance import prove, sides\nimport os\nprove.build_sides = lambda *a: os._exit(9)\n"
+    code += "from pathlib import Path\nfrom tests.unit.acceptance.test_rewards import Silent\n"
+    code += f"prove.prove(sides.ProveConfig(out=Path({str(tmp_path / 'run')!r}), proxy='llama'), ['x'], Silent())\n"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert receipt["status"] == "inconclusive" and receipt["reason"] == "did not finish"
+
+
+@pytest.mark.parametrize("where", ["out", "json"])
+def test_a_place_that_cannot_be_written_is_named_before_the_work(where, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("x")
+    flag = ["--out", tmp_path / "file" / "run"] if where == "out" else ["--json", tmp_path / "file" / "r.json", "--out", tmp_path / "run"]
+    assert mlite(monkeypatch, *RUN, *flag) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_layers_of_a_checkpoint_prove_alone(tmp_path, monkeypatch):
+    import torch
+
+    write_proxy("qwen3", tmp_path / "model", geometry="tiny", layers=3, dtype=torch.bfloat16, seed=0)
+    assert mlite(monkeypatch, "prove", "--model", tmp_path / "model", "--layers", 2, *SMALL, "--updates", 1, "--out", tmp_path / "run") == 0
+    subject = json.loads((tmp_path / "run" / "receipt.json").read_text())["subject"]
+    assert subject["layers"] == subject["geometry"]["num_hidden_layers"] == 2
+    assert len(subject["skipped"]) == 11 and all("overridden" in why for why in subject["skipped"].values())
+
+
+@pytest.mark.parametrize("usage", [["prove", "--bogus"], ["prove", "--groups", "x"], ["compare", "one"], ["prove", "--layers", "0"]])
+def test_a_usage_error_is_one_line_too(usage, monkeypatch, capsys):
+    assert mlite(monkeypatch, *usage) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_an_unforeseen_error_is_one_line_and_never_exit_1(tmp_path, monkeypatch, capsys):
+    """Exit 1 says that a token differs."""
+    from lite.acceptance import prove
+
+    monkeypatch.setattr(prove, "build_sides", lambda *args: 1 / 0)
+    assert mlite(monkeypatch, *RUN, "--out", tmp_path / "run") == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if "unexpected ZeroDivisionError" in line]
+    assert "ZeroDivisionError" in json.loads((tmp_path / "run" / "receipt.json").read_text())["reason"]
