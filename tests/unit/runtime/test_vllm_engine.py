@@ -1,0 +1,423 @@
+"""What the vLLM engine runs inside a worker, on a fake worker whose model names its parameters as vLLM does."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lite.errors import InputError, ProbeError
+from lite.primitive.compare import bits
+from lite.primitive.kernels.vllm.attention import paged
+from lite.runtime.rollout.engine import RolloutCounters
+from lite.runtime.rollout.vllm import ENVIRONMENT, VllmEngine, _load, _rotary_table, _version, counting_scheduler, prepare_environment
+from lite.runtime.runtime import Handle, Runtime
+from tests.checkpoints import FAMILIES, checkpoint, same, trainer
+
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+FUSED = {part: whole for whole, names in PACKED.items() for part in names}
+PADDED = ("embed_tokens", "lm_head")
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# The fakes.
+
+
+class FakeModel(nn.Module):
+    """vLLM's layout of a checkpoint: fused projections, a vocabulary padded with rows of its own."""
+
+    packed_modules_mapping = PACKED
+
+    def __init__(self, tensors: list[tuple[str, Tensor]]):
+        super().__init__()
+        wholes: dict[str, list[Tensor]] = {}
+        self.places: dict[str, tuple[str, int]] = {}
+        for hf, tensor in tensors:
+            *prefix, module, leaf = hf.split(".")
+            whole = ".".join([*prefix, FUSED.get(module, module), leaf])
+            held = wholes.setdefault(whole, [])
+            self.places[hf] = whole, sum(len(t) for t in held)
+            held.append(tensor)
+            if module in PADDED:
+                held.append(torch.randn(64 - len(tensor) % 64, tensor.shape[1]).to(tensor.dtype))
+        for whole, pieces in wholes.items():
+            *path, leaf = whole.split(".")
+            node: nn.Module = self
+            for name in path:
+                if name not in dict(node.named_children()):
+                    node.add_module(name, nn.Module())
+                node = node.get_submodule(name)
+            node.register_parameter(leaf, nn.Parameter(torch.cat(pieces), requires_grad=False))
+
+    def rows(self, hf: str, count: int) -> Tensor:
+        whole, start = self.places[hf]
+        return self.get_parameter(whole).data[start : start + count]
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
+        loaded = set()
+        for hf, tensor in tensors:
+            self.rows(hf, len(tensor)).copy_(tensor)
+            loaded.add(self.places[hf][0])
+        return loaded
+
+
+class FakeScheduler:
+    """Plays the given steps as vLLM 0.26.0 would: by the time `schedule` returns, each request's count has moved on."""
+
+    advances = True
+
+    def __init__(self, prompts: dict[str, int], steps: list[dict[str, Any]]):
+        self.requests = {name: SimpleNamespace(num_prompt_tokens=n, num_computed_tokens=0) for name, n in prompts.items()}
+        self.steps = list(steps)
+
+    def schedule(self) -> SimpleNamespace:
+        step = self.steps.pop(0)
+        for name in step.get("preempt", ()):
+            assert self._preempt_request(self.requests[name], timestamp=0.0) == "base"
+        scheduled: dict[str, int] = step["tokens"]
+        for name, new in scheduled.items():
+            self.requests[name].num_computed_tokens += new if self.advances else 0
+        new_requests = [SimpleNamespace(req_id=name) for name in step.get("new", ())]
+        return SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()), scheduled_new_reqs=new_requests
+        )
+
+    def _preempt_request(self, request: Any, timestamp: float) -> str:
+        request.num_computed_tokens = 0
+        return "base"
+
+
+class FakeLLM:
+    """One worker, which runs what it is sent. `model` is set by the test before an engine is made."""
+
+    model: nn.Module
+
+    def __init__(self, **options: Any):
+        self.options = options
+        self.worker = SimpleNamespace(get_model=lambda: FakeLLM.model, model_runner=self)
+
+    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [function(self.worker, *args)]
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.core.sched.scheduler"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm"].LLM = FakeLLM  # type: ignore[attr-defined]
+    sys.modules["vllm.v1.core.sched.scheduler"].Scheduler = FakeScheduler  # type: ignore[attr-defined]
+
+
+def sides(name: str, tied: bool, seed: int = 0) -> tuple[Runtime, Handle, FakeModel, VllmEngine]:
+    """A trainer, and an engine of the same architecture that was filled by its own load."""
+    folder: Path = checkpoint(name, tied=tied, seed=seed)
+    runtime, handle = trainer(folder)
+    model = FakeModel([(hf, tensor.clone()) for hf, tensor in runtime.export_weights(handle)])
+    FakeLLM.model = model
+    engine = VllmEngine(
+        runtime.bundle(), folder, plugin=False, attention="TRITON_ATTN", graphs="eager", max_model_len=64, max_step_tokens=64,
+        max_sequences=4, temperature=1.0, cache_tokens=100,
+    )  # fmt: skip
+    return runtime, handle, model, engine
+
+
+def flip(tensor: Tensor, row: int) -> None:
+    """The lowest bit of a row's last number."""
+    bits(tensor)[row].view(-1)[-1] ^= 1
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_fingerprint_is_the_trainers(fake_vllm: None, name: str, tied: bool) -> None:
+    _, handle, model, engine = sides(name, tied)
+    names = dict(model.named_parameters())
+    assert {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"} <= names.keys()
+    assert ("lm_head.weight" in names) == (not tied)
+    assert len(names["model.embed_tokens.weight"]) > handle.bundle.config.vocab_size
+    assert engine.fingerprint() == handle.weights.fingerprint()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_bit_of_any_tensor_changes_the_fingerprint(fake_vllm: None, name: str) -> None:
+    runtime, handle, model, engine = sides(name, tied=False)
+    want = handle.weights.fingerprint()
+    for hf, tensor in runtime.export_weights(handle):
+        for row in (0, len(tensor) - 1):
+            flip(model.rows(hf, len(tensor)), row)
+            assert engine.fingerprint() != want, (hf, row)
+            flip(model.rows(hf, len(tensor)), row)
+    assert engine.fingerprint() == want
+
+
+def test_one_row_changes_the_fingerprint_and_padding_does_not(fake_vllm: None) -> None:
+    _, handle, model, engine = sides("qwen3", tied=False)
+    want, vocab = handle.weights.fingerprint(), handle.bundle.config.vocab_size
+    qkv = model.get_parameter("model.layers.1.self_attn.qkv_proj.weight").data
+    kept = qkv.clone()
+    qkv[[0, 1]] = qkv[[1, 0]]
+    assert engine.fingerprint() != want
+    qkv.copy_(kept)
+    q, k, v = qkv.split([64, 32, 32])
+    qkv.copy_(torch.cat([q, v, k]))  # keys and values have equal shapes: only their order tells them apart
+    assert engine.fingerprint() != want
+    qkv.copy_(kept)
+    model.get_parameter("lm_head.weight").data[vocab:] = 7
+    assert engine.fingerprint() == want
+    model.get_parameter("lm_head.weight").data[vocab - 1] = 7
+    assert engine.fingerprint() != want
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_update_makes_the_fingerprints_equal(fake_vllm: None, tied: bool) -> None:
+    _, _, _, engine = sides("qwen2", tied)
+    runtime, other = trainer(checkpoint("qwen2", tied=tied, seed=1))
+    assert engine.fingerprint() != other.weights.fingerprint()
+    engine.update_weights(runtime.export_weights(other), 5)
+    assert engine.fingerprint() == other.weights.fingerprint()
+    assert engine.llm.collective_rpc(_version) == [5]
+
+
+class Loader(nn.Module):
+    """A model of two parameters that says that it loaded those given, and `says` where it is told to say something else."""
+
+    def __init__(self, says: set[str] | None = None, fails: bool = False):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        self.says, self.fails, self.given = says, fails, []
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
+        self.given = [name for name, _ in tensors]
+        if self.fails:
+            raise RuntimeError("half way")
+        return set(self.given) if self.says is None else self.says
+
+
+def load(names: list[str], model: Loader) -> SimpleNamespace:
+    """-> the worker; an error of the load is in `error`."""
+    worker = SimpleNamespace(get_model=lambda: model, mlite_policy_version=3, error=None)
+    try:
+        _load(worker, [(name, torch.ones(2)) for name in names], ["a", "b"], 4)
+    except (InputError, RuntimeError) as error:
+        worker.error = error
+    return worker
+
+
+def test_a_whole_load_has_its_version() -> None:
+    model = Loader()
+    worker = load(["b", "a"], model)
+    assert worker.error is None and model.given == ["b", "a"]
+    assert worker.mlite_policy_version == _version(worker) == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a"], "1 missing ['b']"),
+        ([], "2 missing ['a', 'b']"),
+        (["a", "b", "c"], "1 unexpected ['c']"),
+        (["a", "c"], "1 missing ['b'], 1 unexpected ['c']"),
+        (["a", "b", "a"], "1 doubled ['a']"),
+    ],
+)
+def test_what_is_not_all_of_them_once_is_refused_before_vllm_sees_it(names: list[str], message: str) -> None:
+    model = Loader()
+    worker = load(names, model)
+    assert isinstance(worker.error, InputError) and message in str(worker.error)
+    assert model.given == [] and worker.mlite_policy_version is None
+    with pytest.raises(InputError, match="not whole"):
+        _version(worker)
+
+
+def test_what_vllm_did_not_load_is_refused() -> None:
+    worker = load(["a", "b"], Loader(says={"a"}))
+    assert isinstance(worker.error, InputError) and "did not load ['b']" in str(worker.error)
+    assert worker.mlite_policy_version is None
+
+
+def test_a_load_that_broke_off_leaves_no_version() -> None:
+    worker = load(["a", "b"], Loader(fails=True))
+    assert str(worker.error) == "half way" and worker.mlite_policy_version is None
+
+
+# The scheduler's counters.
+
+PROMPTS = {"A": 5, "B": 10, "C": 3, "D": 2, "E": 6}
+STEPS: list[dict[str, Any]] = [
+    {"tokens": {"A": 5}, "new": ["A"]},  # nobody decodes: no join
+    {"tokens": {"A": 1, "B": 4}, "new": ["B"]},  # join, mixed, cut
+    {"tokens": {"A": 1, "B": 6}},  # mixed: the rest of B's prompt, which is not cut twice
+    {"tokens": {"A": 1, "B": 1}},
+    {"tokens": {"A": 1, "B": 1, "C": 3}, "new": ["C"]},  # join, mixed
+    {"tokens": {"A": 1, "C": 1}, "preempt": ["B"]},  # preemption
+    {"tokens": {"A": 1, "C": 1, "B": 12}},  # mixed: B again with what it had sampled; it does not join
+    {"tokens": {"A": 1, "B": 1, "D": 2, "E": 5}, "new": ["D", "E"]},  # two joins, mixed, cut
+    {"tokens": {}},
+    {"tokens": {"A": 1, "E": 1}},  # mixed
+]
+COUNTS = RolloutCounters(rows_max_in_batch=14, chunked_prefills=2, mixed_batches=6, joins=4, preemptions=1)
+
+
+def play(steps: list[dict[str, Any]]) -> RolloutCounters:
+    counters = RolloutCounters()
+    scheduler = counting_scheduler(counters)(PROMPTS, steps)
+    for step in steps:
+        assert scheduler.schedule().num_scheduled_tokens == step["tokens"], "the step passes through"
+    return counters
+
+
+def test_the_counters_of_a_schedule(fake_vllm: None) -> None:
+    assert play(STEPS) == COUNTS
+
+
+@pytest.mark.parametrize(
+    ("count", "counts"),
+    [
+        (1, RolloutCounters(rows_max_in_batch=5)),
+        (2, RolloutCounters(rows_max_in_batch=5, chunked_prefills=1, mixed_batches=1, joins=1)),
+        (3, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=2, joins=1)),
+        (4, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=2, joins=1)),
+        (5, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=3, joins=2)),
+        (6, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=3, joins=2, preemptions=1)),
+        (7, RolloutCounters(rows_max_in_batch=14, chunked_prefills=1, mixed_batches=4, joins=2, preemptions=1)),
+        (8, RolloutCounters(rows_max_in_batch=14, chunked_prefills=2, mixed_batches=5, joins=4, preemptions=1)),
+    ],
+)
+def test_the_counters_step_by_step(fake_vllm: None, count: int, counts: RolloutCounters) -> None:
+    assert play(STEPS[:count]) == counts
+
+
+def test_a_scheduler_that_counts_later_would_be_seen(fake_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters stand on vLLM's moving `num_computed_tokens` inside `schedule`."""
+    monkeypatch.setattr(FakeScheduler, "advances", False)
+    assert play(STEPS) != COUNTS
+
+
+# The environment and the rotary table.
+
+
+def test_the_environment_of_each_mode() -> None:
+    os.environ.pop("MLITE_EXACT", None)
+    prepare_environment(plugin=True)
+    assert os.environ["MLITE_EXACT"] == os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    assert ENVIRONMENT.items() <= dict(os.environ).items()
+    prepare_environment(plugin=False)
+    assert "MLITE_EXACT" not in os.environ and os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    prepare_environment(plugin=False)
+    assert "MLITE_EXACT" not in os.environ
+
+
+def check_rotary(own: Tensor, *tables: Tensor) -> None:
+    engine = object.__new__(VllmEngine)
+    engine.llm = SimpleNamespace(collective_rpc=lambda function: [function(worker_with(table)) for table in tables])
+    engine.check_rotary(own)
+
+
+def worker_with(table: Tensor) -> SimpleNamespace:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("cos_sin_cache", table, persistent=False)
+    return SimpleNamespace(get_model=lambda: model)
+
+
+def test_the_rotary_table_of_a_worker() -> None:
+    table = torch.randn(4, 8)
+    assert _rotary_table(worker_with(table)) is table
+
+
+@pytest.mark.parametrize("rows", [20, 32, 50], ids=["shorter", "equal", "longer"])
+def test_equal_rotary_tables_pass(rows: int) -> None:
+    table = torch.randn(50, 8).bfloat16()
+    check_rotary(table[:32], table[:rows], table[:rows].clone())
+
+
+@pytest.mark.parametrize("position", [0, 17, 19])
+def test_a_differing_position_is_named(position: int) -> None:
+    table = torch.randn(32, 8).bfloat16()
+    other = table.clone()
+    flip(other, position)
+    flip(other, 31)
+    with pytest.raises(ProbeError, match=f"position {position} differs"):
+        check_rotary(table, table, other)
+    if position:
+        check_rotary(table[:position], table, other)
+
+
+def test_minus_zero_is_not_zero_in_a_rotary_table() -> None:
+    with pytest.raises(ProbeError, match="position 1 differs"):
+        check_rotary(torch.zeros(3, 8), torch.tensor([[0.0], [-0.0], [0.0]]).expand(3, 8).contiguous())
+
+
+# Pages.
+
+LENGTHS = [1, 15, 16, 17, 40]
+
+
+def unfaithful(k: Tensor, v: Tensor, lengths: list[int], page: int, laid_out: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[str]:
+    """What reading the pages through the block table does not give back."""
+    keys, values, table, found = laid_out
+    problems = [] if found.tolist() == lengths else ["lengths"]
+    used = [-(-n // page) for n in lengths]
+    start, owned = 0, []
+    for s, n in enumerate(lengths):
+        pages = table[s, : used[s]].long()
+        owned += pages.tolist()
+        for name, cache, packed in (("k", keys, k), ("v", values, v)):
+            rows = cache[pages].flatten(0, 1)
+            if not same(rows[:n].contiguous(), packed[start : start + n]):
+                problems.append(f"{name} of {s}")
+            if bits(rows[n:]).any():
+                problems.append(f"{name} padding of {s}")
+        start += n
+    return problems + ([] if sorted(owned) == list(range(len(keys))) else ["pages"])
+
+
+def packed(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = (torch.randn(sum(lengths), 2, 8).bfloat16() for _ in range(2))
+    k[0, 0, 0] = -0.0
+    return k, v, torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("page", [16, 32])
+@pytest.mark.parametrize("lengths", [*([n] for n in LENGTHS), LENGTHS, LENGTHS[::-1], [16, 16], [17, 1, 17]], ids=str)
+def test_pages_give_back_every_sequence(lengths: list[int], page: int) -> None:
+    k, v, cu_seqlens = packed(lengths)
+    keys, values, table, found = paged(k, v, cu_seqlens, page)
+    assert unfaithful(k, v, lengths, page, (keys, values, table, found)) == []
+    assert keys.shape == values.shape == (sum(-(-n // page) for n in lengths), page, 2, 8)
+    assert table.dtype == found.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // page))
+    assert int(table.min()) >= 0 and int(table.max()) < len(keys), "a kernel may prefetch what it will not use"
+    assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() and keys.stride() == values.stride()
+
+
+def test_pages_that_do_not_would_be_seen() -> None:
+    k, v, cu_seqlens = packed(LENGTHS)
+    plain = lambda: [t.clone() for t in paged(k, v, cu_seqlens, 16)]
+    keys, values, table, found = plain()
+    assert unfaithful(k, v, LENGTHS, 16, (values, keys, table, found)) != []
+    keys, values, table, found = plain()
+    table[4, [0, 1]] = table[4, [1, 0]]
+    assert unfaithful(k, v, LENGTHS, 16, (keys, values, table, found)) == ["k of 4", "v of 4"]
+    keys, values, table, found = plain()
+    flip(keys[int(table[0, 0])], 1)
+    assert unfaithful(k, v, LENGTHS, 16, (keys, values, table, found)) == ["k padding of 0"]
+    keys, values, table, found = plain()
+    flip(values[int(table[4, 2])], 0)
+    assert unfaithful(k, v, LENGTHS, 16, (keys, values, table, found)) == ["v of 4"]
+    assert unfaithful(k, v, LENGTHS, 16, (keys, values, table, found + 1))[0] == "lengths"

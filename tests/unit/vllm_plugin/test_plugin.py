@@ -1,0 +1,375 @@
+"""The plugin on a small fake of vLLM: inert unless asked, refusing by name, and replacing what it says that it replaces."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, PackageNotFoundError
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lite.errors import InputError
+from lite.primitive.kernels.vllm import flash_set, norm, triton_set
+from lite.vllm_plugin import PINS, handshake, layers, register
+from tests.checkpoints import same
+
+ROOT = Path(__file__).parents[3]
+
+
+# A fake of what the plugin touches, with vLLM 0.26.0's semantics.
+
+
+class FakeAttention(nn.Module):
+    def __init__(self, backend: str):
+        super().__init__()
+        self.attn_backend = SimpleNamespace(get_name=lambda: backend)
+
+
+FakeAttention.__name__ = "Attention"
+
+
+def fake_modules() -> dict[str, ModuleType]:
+    def rms_norm_batch_invariant(input: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
+        x = input if residual is None else residual.add_(input)  # the fused kernel writes into both of its inputs
+        wide = x.float()
+        y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+        return y if residual is None else (input.copy_(y), residual)
+
+    replacements: dict[str, type] = {}
+
+    class CustomOp(nn.Module):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__new__(replacements.get(cls.__name__, cls))
+
+        @classmethod
+        def register_oot(cls, decorated: type | None = None, name: str | None = None) -> Any:
+            def decorator(layer: type) -> type:
+                key = name if name is not None else cls.__name__
+                assert key not in replacements, f"Duplicate op name: {key}"
+                layer.name = key
+                replacements[key] = layer
+                return layer
+
+            return decorator if decorated is None else decorator(decorated)
+
+    class RMSNorm(CustomOp):
+        def __init__(self, hidden_size: int, eps: float = 1e-6):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(1 + 0.1 * torch.randn(hidden_size).bfloat16()), eps
+
+        def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            return rms_norm_batch_invariant(x, self.weight.data, self.variance_epsilon, residual=residual)
+
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.model_executor": {},
+        "vllm.model_executor.custom_op": {"CustomOp": CustomOp, "op_registry_oot": replacements},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.layernorm": {"RMSNorm": RMSNorm},
+        "vllm.model_executor.layers.batch_invariant": {"rms_norm_batch_invariant": rms_norm_batch_invariant},
+    }
+    found = {}
+    for name, content in contents.items():
+        found[name] = ModuleType(name)
+        found[name].__dict__.update(content)
+    return found
+
+
+class FakeVllm:
+    def __init__(self, modules: dict[str, ModuleType]):
+        self.registry: dict[str, type] = modules["vllm.model_executor.custom_op"].op_registry_oot
+        self.rms_norm: type[nn.Module] = modules["vllm.model_executor.layers.layernorm"].RMSNorm
+        self.kernel = modules["vllm.model_executor.layers.batch_invariant"].rms_norm_batch_invariant
+
+    def model(self, norms: int = 3, backends: tuple[str, ...] = ("TRITON_ATTN",)) -> nn.Module:
+        return nn.ModuleList([*(self.rms_norm(8) for _ in range(norms)), *(FakeAttention(b) for b in backends), nn.Linear(2, 2)])
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    modules = fake_modules()
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm": "0.26.0"}[name])
+    return FakeVllm(modules)
+
+
+@pytest.fixture
+def environment() -> Iterator[Any]:
+    """Exact mode as a user turns it on; the process gets its own environment back."""
+    before = dict(os.environ)
+    for name in PINS:
+        os.environ.pop(name, None)
+    os.environ.update(MLITE_EXACT="1", VLLM_BATCH_INVARIANT="1")
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# The entry point.
+
+
+def declared(pyproject: str) -> dict[str, str]:
+    return tomllib.loads(pyproject)["project"].get("entry-points", {}).get("vllm.general_plugins", {})
+
+
+def test_the_entry_point_is_declared_and_leads_to_register() -> None:
+    points = declared((ROOT / "pyproject.toml").read_text())
+    assert list(points) == ["mlite"]
+    assert EntryPoint("mlite", points["mlite"], "vllm.general_plugins").load() is register
+
+
+def test_the_entry_point_under_another_group_would_be_seen() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert declared(text.replace('"vllm.general_plugins"', '"vllm.platform_plugins"')) == {}
+    with pytest.raises(AttributeError):
+        EntryPoint("mlite", "lite.vllm_plugin:registers", "vllm.general_plugins").load()
+
+
+def test_an_installed_package_carries_the_entry_point() -> None:
+    try:
+        distribution = importlib.metadata.distribution("megatron-lite")
+    except PackageNotFoundError:
+        pytest.skip("megatron-lite runs from its sources here")
+    points = [(p.name, p.value) for p in distribution.entry_points if p.group == "vllm.general_plugins"]
+    assert points == [("mlite", "lite.vllm_plugin:register")]
+
+
+# Inert without MLITE_EXACT=1.
+
+INERT = """
+import json, os, sys
+before = dict(os.environ)
+from lite.vllm_plugin import register
+{planted}
+register()
+heavy = [m for m in sys.modules if m.split(".")[0] in ("vllm", "torch") or m.startswith(("lite.primitive", "lite.vllm_plugin.layers"))]
+print(json.dumps(sorted(heavy) + sorted(k for k in {{*before, *os.environ}} if before.get(k) != os.environ.get(k))))
+"""
+
+
+def traces(exact: str | None, planted: str = "") -> list[str]:
+    """What a process is left with by `register()`: modules that it imported, variables that it changed."""
+    env = {k: v for k, v in os.environ.items() if k != "MLITE_EXACT" and k not in PINS}
+    env |= {"PYTHONPATH": str(ROOT)} | ({} if exact is None else {"MLITE_EXACT": exact})
+    done = subprocess.run([sys.executable, "-c", INERT.format(planted=planted)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("exact", [None, "", "0", "true"])
+def test_without_the_switch_the_plugin_leaves_no_trace(exact: str | None) -> None:
+    assert traces(exact) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "trace"),
+    [
+        ("os.environ['VLLM_USE_V2_MODEL_RUNNER'] = '0'", "VLLM_USE_V2_MODEL_RUNNER"),
+        ("os.environ.pop('PATH')", "PATH"),
+        ("import lite.primitive", "lite.primitive"),
+        ("sys.modules['vllm'] = os", "vllm"),
+    ],
+)
+def test_a_trace_would_be_seen(planted: str, trace: str) -> None:
+    assert traces(None, planted) == [trace]
+
+
+# With it: refusals by name, pins otherwise.
+
+
+@pytest.mark.parametrize("found", ["0.25.9", "0.26.1", "0.26.0rc1", "0.26", "0.27.0+cu129"])
+def test_an_unverified_version_is_refused_by_name(vllm: FakeVllm, environment: Any, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    with pytest.raises(InputError) as error:
+        register()
+    assert f"vllm: version {found} was not verified" in str(error.value) and "0.26.0" in str(error.value)
+    assert not vllm.registry and not PINS.keys() & environment.keys()
+
+
+def test_a_missing_vllm_is_refused(vllm: FakeVllm, environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(InputError, match="vllm: is not installed"):
+        register()
+    assert not vllm.registry
+
+
+@pytest.mark.parametrize("value", ["0", "", "true", None])
+def test_batch_invariant_mode_must_be_on(vllm: FakeVllm, environment: Any, value: str | None) -> None:
+    environment.pop("VLLM_BATCH_INVARIANT")
+    if value is not None:
+        environment["VLLM_BATCH_INVARIANT"] = value
+    with pytest.raises(InputError) as error:
+        register()
+    assert str(error.value).startswith("VLLM_BATCH_INVARIANT: is ")
+    assert "unset" in str(error.value) if value is None else value in str(error.value)
+    assert not vllm.registry
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_a_pin_of_another_value_is_refused_by_name(vllm: FakeVllm, environment: Any, name: str) -> None:
+    environment[name] = "1"
+    with pytest.raises(InputError, match=f"^{name}: is 1 "):
+        register()
+    assert environment[name] == "1" and not vllm.registry
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.26.0+cu129"])
+@pytest.mark.parametrize("already", [True, False])
+def test_pins_are_set_and_the_layers_installed(
+    vllm: FakeVllm, environment: Any, monkeypatch: pytest.MonkeyPatch, found: str, already: bool
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    environment.update(PINS if already else {})
+    before = dict(environment)
+    register()
+    assert dict(environment) == before | PINS
+    assert list(vllm.registry) == ["RMSNorm"]
+
+
+# The replaced layer.
+
+
+def test_the_replacement_is_what_vllm_builds(vllm: FakeVllm) -> None:
+    stock = vllm.rms_norm(8)
+    layers.install()
+    exact = vllm.registry["RMSNorm"]
+    assert issubclass(exact, vllm.rms_norm) and exact is not vllm.rms_norm and exact.name == "RMSNorm"
+    assert type(vllm.rms_norm(8)) is exact and type(stock) is vllm.rms_norm
+    assert exact.forward_cuda is not vllm.rms_norm.forward_cuda
+
+
+def test_a_second_plugin_is_refused_by_name(vllm: FakeVllm) -> None:
+    class Foreign(vllm.rms_norm):
+        pass
+
+    vllm.registry["RMSNorm"] = Foreign
+    with pytest.raises(InputError, match=r"another plugin replaces RMSNorm \(.*Foreign.*VLLM_PLUGINS"):
+        layers.install()
+    assert vllm.registry == {"RMSNorm": Foreign}
+
+
+def test_both_processes_call_the_same_functions(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer looks the functions up in the very module that the trainer's kernel sets take them from."""
+    for kernels in (flash_set, triton_set):
+        assert kernels.rms_norm is norm.rms_norm and kernels.add_rms_norm is norm.add_rms_norm
+    layers.install()
+    layer, x, residual = vllm.rms_norm(8, 1e-5), torch.randn(3, 8).bfloat16(), torch.randn(3, 8).bfloat16()
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(norm, "rms_norm", lambda *args: calls.append(("rms_norm", *args)) or "alone")
+    monkeypatch.setattr(norm, "add_rms_norm", lambda *args: calls.append(("add_rms_norm", *args)) or "added")
+    assert layer.forward_cuda(x) == "alone" and layer.forward_cuda(x, residual) == "added"
+    expected = [("rms_norm", x, layer.weight, 1e-5), ("add_rms_norm", x, residual, layer.weight, 1e-5)]
+    assert all(a is b or a == b for call, want in zip(calls, expected, strict=True) for a, b in zip(call, want, strict=True))
+
+
+def written(layer: Any, *inputs: Tensor) -> list[int]:
+    """Which of its inputs the layer wrote into or handed out as its own output, the weight last."""
+    held = [*inputs, layer.weight.data]
+    before = [t.clone() for t in held]
+    outputs = layer.forward_cuda(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    shared = {t.data_ptr() for t in outputs}
+    return [i for i, (t, was) in enumerate(zip(held, before, strict=True)) if not same(t, was) or t.data_ptr() in shared]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_the_replacement_gives_the_trainers_bytes_and_writes_nothing(vllm: FakeVllm, rows: int) -> None:
+    layers.install()
+    layer, x, residual = vllm.rms_norm(48), torch.randn(rows, 48).bfloat16(), torch.randn(rows, 48).bfloat16()
+    assert written(layer, x) == written(layer, x, residual) == []
+    assert same(layer.forward_cuda(x), triton_set.rms_norm(x, layer.weight, layer.variance_epsilon))
+    y, total = layer.forward_cuda(x, residual)
+    want, want_total = triton_set.add_rms_norm(x, residual, layer.weight, layer.variance_epsilon)
+    assert same(y, want) and same(total, want_total) and same(total, x + residual)
+    assert same(y, vllm.kernel(x + residual, layer.weight, layer.variance_epsilon))
+
+
+def test_a_layer_that_writes_would_be_seen(vllm: FakeVllm) -> None:
+    """The stock one does."""
+    x, residual = torch.randn(2, 3, 8).bfloat16()
+    assert written(vllm.rms_norm(8), x, residual) == [0, 1]
+
+
+# The handshake.
+
+
+def worker(model: nn.Module) -> SimpleNamespace:
+    class Runner:
+        pass
+
+    Runner.__module__ = "vllm.v1.worker.gpu_model_runner"
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_DECODE_ONLY"), mode=0),
+        cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=False),
+        model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
+    )
+    return SimpleNamespace(vllm_config=config, get_model=lambda: model, model_runner=Runner())
+
+
+def test_the_handshake_tells_what_runs(vllm: FakeVllm, environment: Any) -> None:
+    register()
+    found = handshake(worker(vllm.model(norms=5, backends=("TRITON_ATTN", "TRITON_ATTN"))))
+    replaced = found.pop("replaced")
+    assert found == {
+        "plugin": "0.1.0", "vllm": "0.26.0", "batch_invariant": True, "attention": ["TRITON_ATTN"],
+        "runner": "vllm.v1.worker.gpu_model_runner", "graphs": "FULL_DECODE_ONLY", "compilation_mode": 0, "page": 16,
+        "prefix_caching": False, "logprobs_mode": "raw_logprobs",
+    }  # fmt: skip
+    assert list(replaced) == ["RMSNorm"] and replaced["RMSNorm"]["layers"] == 5 and len(replaced["RMSNorm"]["source"]) == 64
+    assert replaced["RMSNorm"]["class"] == "lite.vllm_plugin.layers.ExactRMSNorm"
+    assert json.loads(json.dumps(found)) == found, "a receipt holds it"
+
+
+def test_the_handshake_tells_another_truth(vllm: FakeVllm, environment: Any) -> None:
+    register()
+    environment["VLLM_BATCH_INVARIANT"] = "0"
+    other = worker(vllm.model(backends=("TRITON_ATTN", "FLASH_ATTN")))
+    other.vllm_config.cache_config.enable_prefix_caching = True
+    found = handshake(other)
+    assert found["attention"] == ["FLASH_ATTN", "TRITON_ATTN"] and not found["batch_invariant"] and found["prefix_caching"]
+
+
+def test_one_stock_layer_fails_the_handshake(vllm: FakeVllm, environment: Any) -> None:
+    stock = vllm.rms_norm(8)
+    register()
+    model = nn.ModuleList([vllm.model(norms=2), nn.Sequential(stock)])
+    with pytest.raises(InputError, match="1 of 3 RMSNorm layers are not the plugin's"):
+        handshake(worker(model))
+    assert handshake(worker(model[0]))["replaced"]["RMSNorm"]["layers"] == 2
+
+
+def test_a_worker_that_never_registered_fails_the_handshake(vllm: FakeVllm) -> None:
+    with pytest.raises(InputError, match="3 of 3 RMSNorm layers"):
+        handshake(worker(vllm.model()))
+
+
+def test_a_model_without_a_norm_proves_nothing(vllm: FakeVllm) -> None:
+    layers.install()
+    with pytest.raises(InputError, match="0 of 0 RMSNorm layers"):
+        layers.replaced_layers(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("module", [layers, norm], ids=["layers", "norm"])
+def test_a_changed_source_changes_the_hash(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: ModuleType) -> None:
+    layers.install()
+    source = lambda: layers.replaced_layers(vllm.model())["RMSNorm"]["source"]
+    before, copy = source(), tmp_path / "copy.py"
+    copy.write_bytes(Path(str(module.__file__)).read_bytes())
+    monkeypatch.setattr(module, "__file__", str(copy))
+    assert source() == before, "the path is no part of it"
+    copy.write_bytes(copy.read_bytes() + b"\n")
+    assert source() != before
