@@ -192,9 +192,8 @@ def _load(worker: Any, tensors: list[tuple[str, Tensor]], expected: list[str], v
     worker.mlite_policy_version = None
     names = [name for name, _ in tensors]
     missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
-    doubled = sorted({name for name in names if names.count(name) > 1}) if len(names) != len(set(names)) else []
-    if missing or extra or doubled:
-        what = f"{len(missing)} missing {missing[:3]}, {len(extra)} unexpected {extra[:3]}, {len(doubled)} doubled {doubled[:3]}"
+    if missing or extra or len(names) != len(set(names)):
+        what = f"{len(missing)} missing {missing[:3]}, {len(extra)} unexpected {extra[:3]}"
         raise InputError("weight sync", what, "send each tensor once")
     model = worker.get_model()
     unloaded = {name for name, _ in model.named_parameters()} - set(model.load_weights(iter(tensors)))
