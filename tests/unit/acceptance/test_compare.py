@@ -77,6 +77,7 @@ def test_nothing_in_common_or_no_bundle_is_bad_input(tmp_path, monkeypatch, caps
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_are_the_same_run(tmp_path, monkeypatch):
     from tests.unit.acceptance.test_prove import SMALL
 

@@ -21,7 +21,7 @@ def mlite(monkeypatch, *args: object) -> int:
 
 
 @pytest.mark.parametrize("family", families())
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_every_family_passes_at_three_policies(family, dtype, tmp_path, monkeypatch):
     assert mlite(monkeypatch, "prove", "--proxy", family, "--dtype", dtype, *SMALL, "--out", tmp_path / "run") == 0
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())

@@ -56,6 +56,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         assert (tmp_path / "run" / LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_a_receipt_that_says_so(tmp_path):
     code = "from lite.acceptance import prove, sides\nimport os\nprove.build_sides = lambda *a: os._exit(9)\n"
     code += "from pathlib import Path\nfrom tests.unit.acceptance.test_rewards import Silent\n"

@@ -63,6 +63,7 @@ def hidden_in_pieces(e: EmbeddedEngine, ids: tuple[int, ...], cuts: list[int], c
     return torch.cat(parts)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "dtype"), [(FAMILIES[0], "fp32"), *((name, "bf16") for name in FAMILIES)])
 def test_every_cut_of_the_prompt_through_the_cache(name: str, dtype: str) -> None:

@@ -146,6 +146,7 @@ def test_the_import_contracts_see_a_violation(file: str, line: str, contract: st
     assert [entry for entry in done.stdout.splitlines() if entry.startswith(contract) and "BROKEN" in entry], done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "torch_too"), [("import lite", False), ("from lite import *", True), ("import lite.runtime.rollout.embedded", True)]
 )
