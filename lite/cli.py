@@ -50,7 +50,7 @@ def prove(
 ) -> None:
     """Prove that trainer and engine give each token's logprob the same bytes, before and after every update.
 
-    Writes DIR/receipt.json, report.md, plots/ and the rollout bundles. Exit 0: pass. 1: a token differs. 2: inconclusive or bad input.
+    Writes DIR/receipt.json, report.md, plots/ and the rollout bundles. Exit 0: pass. 1: the two sides differ. 2: inconclusive or bad input.
 
     Examples:
 
