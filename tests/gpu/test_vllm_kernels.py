@@ -97,7 +97,7 @@ def test_values_and_gradients_follow_the_formula(ops, name, sparse):
 
 
 def test_flash_attention_is_refused_at_head_size_64_by_kernel_shape_and_row(ops):
-    """It decodes unlike it prefills there once the sequence is long (measured: 348 elements of 4,097 tokens)."""
+    """It decodes unlike it prefills there, from row 128 on; calls whose decode steps stand beside a longer query do not show it."""
     from lite.errors import ProbeError
     from lite.primitive.kernels.probe import ModelShapes, probe_kernels
 
