@@ -7,6 +7,8 @@ Everything here takes and gives fp64; `dtype` says which model dtype the formula
 import torch
 from torch import Tensor
 
+from lite.primitive.parallel.packing import Seqlens
+
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().to(dtype).double() + (x - x.detach())
@@ -39,8 +41,9 @@ def turned(x: Tensor, positions: Tensor, cos_sin: Tensor, dtype: torch.dtype) ->
     return rounded(torch.cat([product.real, product.imag], dim=-1), dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One sequence and one head at a time, with the whole score matrix."""
+    cu_q, cu_k = seqlens.cu_q, seqlens.cu_k
     heads = []
     logsumexp = []
     for i in range(len(cu_q) - 1):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lite.primitive.compare import bits
+from lite.primitive.parallel.packing import Seqlens
 
 Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -43,8 +44,8 @@ def cut_violations(attention: Kernel, q: Tensor, k: Tensor, v: Tensor, cuts: lis
 
     def run(first: int, last: int) -> tuple[Tensor, ...]:
         """Queries first .. last - 1 against the keys up to the last one's."""
-        cu = torch.tensor([[0, last - first], [0, last]], dtype=torch.int32)
-        return _outputs(attention(q[first:last].clone(), k[:last].clone(), v[:last].clone(), cu[0], cu[1], scale))
+        seqlens = Seqlens.of([last - first], [last])
+        return _outputs(attention(q[first:last].clone(), k[:last].clone(), v[:last].clone(), seqlens, scale))
 
     full = run(0, n)
     found = []
@@ -61,8 +62,10 @@ def batch_violations(attention: Kernel, q: Tensor, k: Tensor, v: Tensor, lengths
 
     def run(chosen: list[int]) -> list[tuple[Tensor, ...]]:
         index = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in chosen])
-        cu = torch.tensor([0, *(lengths[i] for i in chosen)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        out = _outputs(attention(q[index], k[index], v[index], cu, cu, scale))
+        held = [lengths[i] for i in chosen]
+        seqlens = Seqlens.of(held, held)
+        cu = seqlens.cu_q
+        out = _outputs(attention(q[index], k[index], v[index], seqlens, scale))
         return [tuple(t[cu[j] : cu[j + 1]] for t in out) for j in range(len(chosen))]
 
     every = list(range(len(lengths)))

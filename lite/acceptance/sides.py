@@ -118,9 +118,12 @@ def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Ta
 
 
 def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> VllmEngine:
-    """As above: odd steps that cut long prompts, up to 512 requests at once, and too little cache for all of them."""
+    """As above: odd steps that cut long prompts, up to 512 requests at once, and too little cache for all of them: three quarters of
+    what they need, or half of what is being read in while one of them decodes."""
     sequences = min(c.groups * c.samples, 512)
     longest = task.longest_prompt + c.response_tokens
+    step_tokens = max(2049, sequences)
+    enough = min(task.total_tokens(c.samples, c.response_tokens) * 3 // 4, c.response_tokens * step_tokens // 2)
     return VllmEngine(
         bundle,
         folder,
@@ -128,10 +131,10 @@ def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) 
         attention=c.attention,
         graphs=c.graphs,  # type: ignore[arg-type]
         max_model_len=longest,
-        max_step_tokens=max(2049, sequences),
+        max_step_tokens=step_tokens,
         max_sequences=sequences,
         temperature=c.temperature,
-        cache_tokens=max(task.total_tokens(c.samples, c.response_tokens) * 3 // 4, longest + 16 * PAGE),
+        cache_tokens=max(enough, longest + 16 * PAGE),
     )
 
 

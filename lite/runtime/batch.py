@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lite.errors import InputError
-from lite.primitive.parallel.packing import PackedSequences, cumulative_lengths, positions_of
+from lite.primitive.parallel.packing import PackedSequences
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ class PackedBatch:
 
     @property
     def context(self) -> PackedSequences:
-        device = self.input_ids.device
-        positions = self.position_ids if self.position_ids is not None else positions_of(self.seq_lens, device)
-        return PackedSequences(positions, cumulative_lengths(self.seq_lens, device))
+        packed = PackedSequences.of(self.seq_lens, self.input_ids.device)
+        return packed if self.position_ids is None else replace(packed, positions=self.position_ids)
 
     @property
     def temperatures(self) -> Tensor:

@@ -43,6 +43,8 @@ def handshake(worker: Any) -> dict[str, Any]:
     from lite.vllm_plugin.layers import replaced_layers
 
     config = worker.vllm_config
+    if (ranks := config.parallel_config.world_size) != 1:
+        raise InputError("vllm worker", f"is one of {ranks}, which was not verified", "run each engine on one GPU")
     model = worker.get_model()
     backends = {m.attn_backend.get_name() for m in model.modules() if type(m).__name__ == "Attention"}
     return {

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lite.primitive.compare import bits
+from lite.primitive.parallel.packing import Seqlens
 from tests import formulas
 from tests.gradients import assert_gradient
 
@@ -45,13 +46,13 @@ def leaf(*shape, scale=1.0, mean=0.0):
 
 def cases(ops):
     """name -> (ours on the GPU, the fp64 formula on the CPU, whose autograd batch-invariant mode has not touched; inputs)."""
-    cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    T = int(cu[-1])
+    T = sum(LENGTHS)
+    packed, packed_gpu = Seqlens.of(LENGTHS, LENGTHS), Seqlens.of(LENGTHS, LENGTHS, "cuda")
     angles = torch.rand(1024, 64) * 6.28
     table = torch.cat([angles.cos(), angles.sin()], -1).to(BF16)
     positions = torch.randint(0, 1024, (97,))
     labels, warm = torch.randint(0, 1000, (61,)), 0.6 + torch.rand(61)
-    cu_gpu, table_gpu, positions_gpu, labels_gpu, warm_gpu = (t.cuda() for t in (cu, table, positions, labels, warm))
+    table_gpu, positions_gpu, labels_gpu, warm_gpu = (t.cuda() for t in (table, positions, labels, warm))
     f = formulas
     return {
         "linear": (lambda x, w, b: (ops.linear(x, w, b),), lambda x, w, b: (f.linear(x, w, b, BF16),),
@@ -64,8 +65,8 @@ def cases(ops):
                    lambda q, k: tuple(f.turned(t, positions, table.double(), BF16) for t in (q, k)),
                    [leaf(97, 8, 128), leaf(97, 2, 128)]),
         "swiglu": (lambda x: (ops.swiglu(x),), lambda x: (f.swiglu(x, BF16),), [leaf(97, 768)]),
-        "attention": (lambda q, k, v: (ops.attention(q, k, v, cu_gpu, cu_gpu, 128**-0.5),),
-                      lambda q, k, v: (f.attention(q, k, v, cu, cu, 128**-0.5, BF16)[0],),
+        "attention": (lambda q, k, v: (ops.attention(q, k, v, packed_gpu, 128**-0.5),),
+                      lambda q, k, v: (f.attention(q, k, v, packed, 128**-0.5, BF16)[0],),
                       [leaf(T, 8, 128), leaf(T, 2, 128), leaf(T, 2, 128)]),
         "token_logprobs": (lambda x, w: ops.token_logprobs(x, w, labels_gpu, warm_gpu, 1000, True),
                            lambda x, w: f.token_logprobs(x, w, labels, warm.double(), 1000, BF16),
@@ -107,3 +108,119 @@ def test_flash_attention_is_refused_at_head_size_64_by_kernel_shape_and_row(ops)
     else:
         with pytest.raises(ProbeError, match=r"FLASH_ATTN\.attention: decode equals prefill broken at shape \(9, 3, 64\).*row \d+"):
             probe_kernels(ops.visible, shapes, BF16, torch.device("cuda:0"))
+
+
+# Mixtures of experts: Qwen3-30B-A3B's shapes.
+
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 600, 2048, 768, 128, 8
+
+
+@pytest.fixture(scope="module")
+def moe():
+    """-> (x, w13, w2, weights, ids) of TOKENS tokens."""
+    from lite.primitive.kernels.vllm.router import topk_softmax
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    random = lambda *shape, scale=1.0: (torch.randn(*shape, generator=generator, device="cuda") * scale).to(BF16)
+    x, gate = random(TOKENS, HIDDEN), random(EXPERTS, HIDDEN, scale=2 * HIDDEN**-0.5)
+    w13 = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5)
+    w2 = random(EXPERTS, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5)
+    return x, w13, w2, *topk_softmax(x @ gate.t(), TOP_K, True)
+
+
+def test_experts_do_not_depend_on_company(ops, moe):
+    from lite.primitive.kernels.vllm.experts import routed_experts
+
+    x, w13, w2, weights, ids = moe
+    whole = bits(routed_experts(x, w13, w2, weights, ids, "silu"))
+    order = torch.arange(TOKENS - 1, -1, -1, device="cuda")
+    for rows in (order[:1], order[3:5], order[10:27], order[100:400], order):
+        assert torch.equal(bits(routed_experts(x[rows], w13, w2, weights[rows], ids[rows], "silu")), whole[rows])
+
+
+def test_experts_follow_the_formula(ops, moe):
+    from lite.primitive.kernels.vllm.experts import routed_experts
+
+    x, w13, w2, weights, ids = (t[:40] if len(t) == TOKENS else t for t in moe)
+    rows = []
+    for t in range(len(x)):
+        gate, up = (w13[ids[t].long()].double() @ x[t].double()).chunk(2, dim=-1)
+        active = formulas.rounded(gate, BF16)
+        active = formulas.rounded(formulas.rounded(active * torch.sigmoid(active), BF16) * formulas.rounded(up, BF16), BF16)
+        rows.append((weights[t].double()[:, None] * torch.einsum("khf,kf->kh", w2[ids[t].long()].double(), active)).sum(0))
+    got, want = routed_experts(x, w13, w2, weights, ids, "silu").double(), torch.stack(rows)
+    assert (got - want).norm() <= 1e-2 * want.norm()
+    wrong = routed_experts(x, w13, w2, weights, ids.roll(1, dims=0), "silu").double()
+    assert (wrong - want).norm() > 0.5 * want.norm(), "another token's experts would be seen"
+
+
+def test_vllms_own_two_forms_of_the_experts_give_our_bits(ops, moe, record):
+    """Few tokens (its form without alignment) and many; should a version differ, the plugin's one form still holds."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    from lite.primitive.kernels.vllm.experts import routed_experts
+
+    x, w13, w2, weights, ids = moe
+    equal = {}
+    for rows in (1, 4, 16, TOKENS):
+        ours = routed_experts(x[:rows], w13, w2, weights[:rows], ids[:rows], "silu")
+        equal[rows] = bool(torch.equal(bits(ours), bits(fused_experts(x[:rows], w13, w2, weights[:rows], ids[:rows]))))
+    record["fused_experts_give_our_bits_at_rows"] = equal
+    assert equal[TOKENS]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("hidden", "experts"), [(2048, 128), (2688, 128)])
+def test_router_logits_do_not_depend_on_company(ops, hidden, experts, out_dtype):
+    from lite.primitive.kernels.vllm.router import router_logits, topk_softmax
+
+    x, gate = (torch.randn(n, hidden, device="cuda").to(BF16) for n in (3000, experts))
+    gate *= hidden**-0.5
+    whole = router_logits(x, gate, out_dtype)
+    weights, ids = topk_softmax(whole, TOP_K, True)
+    want, best = whole.float().softmax(-1).topk(TOP_K)
+    assert (weights - want / want.sum(-1, keepdim=True)).abs().max() < 1e-5
+    ties = want.diff(dim=-1).abs().amin(-1) < 1e-6  # bf16 logits may be equal; which of them comes first is nobody's promise
+    assert torch.equal(ids[~ties].long(), best[~ties])
+    for rows in (1, 2, 16, 17, 32, 33, 1024, 2999):
+        part = router_logits(x[-rows:], gate, out_dtype)
+        assert torch.equal(bits(part), bits(whole[-rows:]))
+        assert all(torch.equal(a, b[-rows:]) for a, b in zip(topk_softmax(part, TOP_K, True), (weights, ids), strict=True))
+
+
+# The stand-in for the Triton matmul.
+
+LINEARS = {
+    "SmolLM2": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+    "Qwen3-8B": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)],
+    "Qwen3-30B-A3B": [(5120, 2048), (2048, 4096), (128, 2048), (151936, 2048)],
+}
+
+
+@pytest.mark.parametrize("model", LINEARS)
+def test_cublaslt_gives_the_triton_matmuls_bits_where_it_stands_in(ops, model, record):
+    from lite.primitive.kernels.vllm import gemm
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    for outputs, inputs in LINEARS[model]:
+        for up_to in (2048,) if outputs > 100_000 else (2048, 16384):
+            differs = gemm.differing_rows(outputs, inputs, BF16, device, up_to)
+            record[f"linear {outputs}x{inputs} up to {up_to}: first differing rows"] = differs
+    x = torch.randn(3001, LINEARS[model][0][1], device="cuda").to(BF16)
+    weight = torch.randn(LINEARS[model][0], device="cuda").to(BF16)
+    bias = torch.randn(len(weight), device="cuda").to(BF16)
+    for b in (None, bias):
+        many = gemm.linear(x, weight, b)
+        assert torch.equal(bits(many), bits(gemm.triton_linear(x, weight, b)))
+        assert torch.equal(bits(many[-1:]), bits(gemm.linear(x[-1:], weight, b)))
+
+
+def test_a_stand_in_with_other_bits_would_not_stand_in(ops, monkeypatch):
+    import torch.nn.functional as F
+
+    from lite.primitive.kernels.vllm import gemm
+
+    plain = F.linear
+    monkeypatch.setattr(gemm.F, "linear", lambda x, w: plain(x, w) * (1 + 2**-7 * (x.shape[0] == 2048)))
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert gemm.differing_rows.__wrapped__(384, 512, BF16, device, 2048) == 2048

@@ -15,11 +15,10 @@ from torch import Tensor
 from lite.errors import ProbeError
 from lite.primitive.compare import bits
 from lite.primitive.kernels.visible import VisibleKernels
-from lite.primitive.parallel.packing import cumulative_lengths
+from lite.primitive.parallel.packing import Seqlens
 
 ROWS = 100  # more than three GEMM tiles, and not a multiple of one
-# Not a multiple of any tile. A GPU's kernels pick other paths for long sequences (at head size 64, FlashAttention 3 decodes unlike it
-# prefills somewhere between 1,000 and 4,000 keys), so the probe must be long there.
+# Not a multiple of any tile. A GPU's kernels pick other paths for long sequences, so the probe must be long there.
 LENGTH, LENGTH_ON_GPU = 150, 4200
 
 
@@ -153,16 +152,14 @@ def _attention_checks(kernels: VisibleKernels, shape: tuple[int, int, int], rand
     lengths = (length, 37, 1)
     total = sum(lengths)
     q, k, v = random(total, query_heads, dim), random(total, kv_heads, dim), random(total, kv_heads, dim)
-    cu = cumulative_lengths(lengths, device)
-    packed = bits(kernels.attention(q, k, v, cu, cu, dim**-0.5)[0])
+    packed = bits(kernels.attention(q, k, v, Seqlens.of(lengths, lengths, device), dim**-0.5)[0])
 
     def differing(spans: list[tuple[int, int]]) -> int | None:
         """One call over several cuts (start, stop) of the first sequence: its queries start .. stop with its keys up to stop."""
         rows = torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
         keys = torch.cat([torch.arange(stop) for _, stop in spans]).to(device)
-        cu_q = cumulative_lengths([stop - start for start, stop in spans], device)
-        cu_k = cumulative_lengths([stop for _, stop in spans], device)
-        again = bits(kernels.paged_attention(q[rows], k[keys], v[keys], cu_q, cu_k, dim**-0.5, page)[0])
+        seqlens = Seqlens.of([stop - start for start, stop in spans], [stop for _, stop in spans], device)
+        again = bits(kernels.paged_attention(q[rows], k[keys], v[keys], seqlens, dim**-0.5, page)[0])
         differs = (again != packed[rows]).flatten(1).any(1)
         return int(rows[differs].min()) if differs.any() else None
 

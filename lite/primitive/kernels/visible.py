@@ -17,6 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lite.primitive.parallel.packing import Seqlens
+
 
 class VisibleKernels(Protocol):
     NAME: str
@@ -38,14 +40,12 @@ class VisibleKernels(Protocol):
         """q[T, Hq, D], k[T, Hk, D] turned by positions[T] (int64), halves paired (NeoX). cos_sin[P, D] holds cos | sin of D/2 angles
         each, in the model dtype. Vectorised over heads; rounds at least once, to the model dtype, at the end."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Causal attention of packed sequences: q[Tq, Hq, D], k and v[Tk, Hk, D], cu_seqlens[S + 1] (int32). Sequence i's queries are its
-        last tokens: query r of n sees keys 0 .. len_k - n + r. -> (out[Tq, Hq, D] in the model dtype, lse[Tq, Hq] fp32, natural log
-        of the sum of exp(scale * q.k)). In training cu_seqlens_q == cu_seqlens_k."""
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> tuple[Tensor, Tensor]:
+        """Causal attention of packed sequences: q[Tq, Hq, D], k and v[Tk, Hk, D]. Sequence i's queries are its last tokens: query r of n
+        sees keys 0 .. len_k - n + r. -> (out[Tq, Hq, D] in the model dtype, lse[Tq, Hq] fp32, natural log of the sum of
+        exp(scale * q.k)). In training queries and keys have the same lengths."""
 
-    def paged_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, page: int
-    ) -> tuple[Tensor, Tensor]:
+    def paged_attention(self, q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float, page: int) -> tuple[Tensor, Tensor]:
         """The same as the engine computes it, from a cache of pages of `page` tokens."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

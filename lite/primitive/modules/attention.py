@@ -43,6 +43,6 @@ class GQAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = self.ops.rotary(q, k, context.positions, cos_sin)
-        keys, values, cu_q, cu_k = context.extend_kv(self.layer, k, v)
-        mixed = self.ops.attention(q, keys, values, cu_q, cu_k, self.head_dim**-0.5)
+        keys, values, seqlens = context.extend_kv(self.layer, k, v)
+        mixed = self.ops.attention(q, keys, values, seqlens, self.head_dim**-0.5)
         return self.out(mixed.flatten(1))

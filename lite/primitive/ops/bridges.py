@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lite.primitive.kernels.visible import VisibleKernels
 from lite.primitive.ops.aligned import VJP, visible_forward
+from lite.primitive.parallel.packing import Seqlens
 
 
 class Ops:
@@ -23,9 +24,9 @@ class Ops:
         self._add_rms_norm = VJP(("x", "residual", "weight", "eps"), ("y", "total"), ("total", "weight"), vjp.add_rms_norm)
         self._rotary = VJP(("q", "k", "positions", "cos_sin"), ("q_out", "k_out"), ("positions", "cos_sin"), vjp.rotary)
         self._attention = VJP(
-            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "scale"),
+            ("q", "k", "v", "seqlens", "scale"),
             ("out", "lse"),
-            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),
+            ("q", "k", "v", "out", "lse"),
             vjp.attention,
             constants=("lse",),
         )
@@ -53,8 +54,8 @@ class Ops:
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         return visible_forward(self.visible.rotary, self._rotary, q, k, positions, cos_sin)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float) -> Tensor:
-        return visible_forward(self.visible.attention, self._attention, q, k, v, cu_seqlens_q, cu_seqlens_k, scale)[0]
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> Tensor:
+        return visible_forward(self.visible.attention, self._attention, q, k, v, seqlens, scale)[0]
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return visible_forward(self.visible.swiglu, self._swiglu, gate_up)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from lite.errors import InputError
 def cumulative_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """[0, l0, l0 + l1, ...] int32, as attention kernels want it."""
     return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+class Seqlens(NamedTuple):
+    """Lengths of the queries and keys of packed sequences: cu_q, cu_k[S + 1] int32 on the device, the longest of each on the host (a
+    kernel that asked the device for it would wait for it in every layer)."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+    @classmethod
+    def of(cls, lengths_q: Sequence[int], lengths_k: Sequence[int], device: torch.device | str = "cpu") -> "Seqlens":
+        return cls(cumulative_lengths(lengths_q, device), cumulative_lengths(lengths_k, device), max(lengths_q), max(lengths_k))
 
 
 def positions_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -41,12 +56,16 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 class PackedSequences:
     """The sequence context of training: whole sequences, nothing before them. A mixer's keys are the row's own.
 
-    positions[T] int64, cu_seqlens[S + 1] int32.
+    positions[T] int64.
     """
 
     positions: Tensor
-    cu_seqlens: Tensor
+    seqlens: Seqlens
 
-    def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """k, v[T, Hk, D] of the tokens in hand -> (all keys, all values, cu_seqlens of the queries, cu_seqlens of the keys)."""
-        return k, v, self.cu_seqlens, self.cu_seqlens
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedSequences":
+        return cls(positions_of(lengths, device), Seqlens.of(lengths, lengths, device))
+
+    def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seqlens]:
+        """See `SequenceContext.extend_kv`."""
+        return k, v, self.seqlens

@@ -84,7 +84,7 @@ class EmbeddedEngine:
         hidden = self.bundle.module.hidden(ids, context)
         for request, new in step:
             request.computed += new
-        done = [(request, row) for (request, _), row in zip(step, context.cu_seqlens_new[1:].tolist(), strict=True)
+        done = [(request, row) for (request, _), row in zip(step, context.seqlens.cu_q[1:].tolist(), strict=True)
                 if request.computed == len(request.tokens)]  # fmt: skip
         if not done:
             return 0

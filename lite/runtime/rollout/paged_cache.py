@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lite.primitive.parallel.packing import cumulative_lengths
+from lite.primitive.parallel.packing import Seqlens
 
 PAGE = 16
 
@@ -52,11 +52,10 @@ class CachedSequences:
         self.positions = torch.cat([torch.arange(past, past + new) for _, past, new in sequences]).to(device)
         self.new_rows = torch.cat([cache.rows(pages, past, past + new) for pages, past, new in sequences]).to(device)
         self.all_rows = torch.cat([cache.rows(pages, 0, past + new) for pages, past, new in sequences]).to(device)
-        self.cu_seqlens_new = cumulative_lengths([new for _, _, new in sequences], device)
-        self.cu_seqlens_all = cumulative_lengths([past + new for _, past, new in sequences], device)
+        self.seqlens = Seqlens.of([new for _, _, new in sequences], [past + new for _, past, new in sequences], device)
 
-    def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seqlens]:
         """See `SequenceContext.extend_kv`."""
         keys, values = self.cache.pool(layer, k, v)
         keys[self.new_rows], values[self.new_rows] = k, v
-        return keys[self.all_rows], values[self.all_rows], self.cu_seqlens_new, self.cu_seqlens_all
+        return keys[self.all_rows], values[self.all_rows], self.seqlens

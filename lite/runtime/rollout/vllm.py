@@ -1,6 +1,7 @@
 """The released vLLM wheel in this process, exact by the plugin, or as it is where the plugin is off."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,9 +32,32 @@ def prepare_environment(plugin: bool) -> None:
         os.environ.pop("MLITE_EXACT", None)
 
 
+def build_llm(folder: Path, *, plugin: bool, attention: str, graphs: str, **options: Any) -> Any:
+    """vLLM's own `LLM` of a checkpoint in this process, in batch-invariant mode: eager or with graphs of decode steps, never compiled,
+    without prefix cache or asynchronous scheduling. options: more of `LLM`'s arguments."""
+    prepare_environment(plugin)
+    from vllm import LLM
+
+    eager = graphs == "eager"
+    return LLM(
+        model=str(folder),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        compilation_config={"mode": 0, "cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY", "custom_ops": ["all"]},
+        attention_backend=attention,
+        enable_prefix_caching=False,
+        enable_flashinfer_autotune=False,
+        async_scheduling=False,
+        gpu_memory_utilization=0.3,
+        seed=0,
+        **options,
+    )
+
+
 class VllmEngine:
     """bundle: an unloaded model of the same checkpoint, for its weight table. cache_tokens: capacity, None for what fits into
-    cache_bytes.
+    cache_bytes. sleep_mode: whether `sleep` will be called; vLLM then allocates by a pool of its own.
 
     attention: FLASH_ATTN or TRITON_ATTN. graphs: eager or full_decode (CUDA graphs of decode steps). Raises InputError where the plugin
     is on and a worker's handshake does not prove it.
@@ -55,32 +79,24 @@ class VllmEngine:
         temperature: float,
         cache_tokens: int | None = None,
         cache_bytes: int = 8 << 30,
+        sleep_mode: bool = False,
     ):
-        prepare_environment(plugin)
-        from vllm import LLM
-
         self.counters = RolloutCounters()
         self.plugin, self.attention, self.graphs, self.temperature = plugin, attention, graphs, temperature
-        eager = {"mode": 0, "cudagraph_mode": "NONE", "custom_ops": ["all"]}
-        full_decode = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "custom_ops": ["all"]}
-        self.llm = LLM(
-            model=str(folder),
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            enforce_eager=graphs == "eager",
-            compilation_config=eager if graphs == "eager" else full_decode,
-            attention_backend=attention,
-            enable_prefix_caching=False,
-            logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
+        self.on_tokens: Callable[[int], None] = lambda tokens: None
+        self.llm = build_llm(
+            folder,
+            plugin=plugin,
+            attention=attention,
+            graphs=graphs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_step_tokens,
             max_num_seqs=max_sequences,
+            logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
             num_gpu_blocks_override=None if cache_tokens is None else -(-cache_tokens // PAGE),
-            gpu_memory_utilization=0.3,
             kv_cache_memory_bytes=cache_bytes,
-            async_scheduling=False,
-            scheduler_cls=counting_scheduler(self.counters),
-            seed=0,
+            scheduler_cls=counting_scheduler(self.counters, lambda tokens: self.on_tokens(tokens)),
+            enable_sleep_mode=sleep_mode,
         )
         self.weight_parts = [
             (p.hf, p.start, _rows(bundle, p.native) if p.stop is None else p.stop)
@@ -115,7 +131,7 @@ class VllmEngine:
 
     def check_rotary(self, cos_sin: Tensor) -> None:
         """The trainer's table of cosines and sines against the workers'. Raises ProbeError at the first differing position."""
-        for table in self.llm.collective_rpc(_rotary_table):
+        for table in (table for tables in self.llm.collective_rpc(_rotary_tables) for table in tables):
             own = cos_sin[: len(table)]
             differs = (bits(table[: len(own)].to(own.device)) != bits(own)).any(1)
             if differs.any():
@@ -140,6 +156,7 @@ class VllmEngine:
                     temperature=sampling.temperature, max_tokens=sampling.max_tokens, logprobs=0, detokenize=False, ignore_eos=True,
                     stop_token_ids=list(sampling.eos_token_ids), seed=request_seed(sampling.seed, prompt.uid, sample),
                 ))  # fmt: skip
+        self.on_tokens = on_tokens
         outputs = self.llm.generate([{"prompt_token_ids": list(p.ids)} for p, _ in requests], params, use_tqdm=False)
         self.counters.sequences += len(requests)
         version = self.llm.collective_rpc(_version)[0]
@@ -148,7 +165,6 @@ class VllmEngine:
             ids = tuple(output.outputs[0].token_ids)
             logprobs = torch.tensor([row[token].logprob for row, token in zip(output.outputs[0].logprobs, ids, strict=True)])
             found.append(Trajectory(prompt.uid, sample, prompt.ids, ids, logprobs, version))
-            on_tokens(len(ids))
         return found
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -158,9 +174,13 @@ class VllmEngine:
         return self.llm.collective_rpc(_fingerprint, args=(self.weight_parts,))[0]
 
     def sleep(self, level: int = 1) -> None:
+        """Frees the device: level 1 keeps the weights on the host, level 2 drops them. Needs sleep_mode."""
+        if level == 2:
+            self.llm.collective_rpc(_set_version, args=(None,))
         self.llm.sleep(level)
 
     def wake(self) -> None:
+        """After level 2 the weights hold nothing: sync them before anything is generated, or `generate` raises InputError."""
         self.llm.wake_up()
 
     def close(self) -> None:
@@ -177,7 +197,7 @@ def _rows(bundle: ModelBundle, native: str) -> int:
 # What follows runs inside a worker.
 
 
-def _set_version(worker: Any, version: int) -> None:
+def _set_version(worker: Any, version: int | None) -> None:
     worker.mlite_policy_version = version
 
 
@@ -192,8 +212,10 @@ def _load(worker: Any, tensors: list[tuple[str, Tensor]], expected: list[str], v
     worker.mlite_policy_version = None
     names = [name for name, _ in tensors]
     missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
-    if missing or extra or len(names) != len(set(names)):
-        what = f"{len(missing)} missing {missing[:3]}, {len(extra)} unexpected {extra[:3]}"
+    doubled = sorted(name for name, times in Counter(names).items() if times > 1)
+    if missing or extra or doubled:
+        lists = {"missing": missing, "unexpected": extra, "doubled": doubled}
+        what = ", ".join(f"{len(found)} {kind} {found[:3]}" for kind, found in lists.items() if found)
         raise InputError("weight sync", what, "send each tensor once")
     model = worker.get_model()
     unloaded = {name for name, _ in model.named_parameters()} - set(model.load_weights(iter(tensors)))
@@ -217,27 +239,31 @@ def _fingerprint(worker: Any, weight_parts: list[tuple[str, int, int]]) -> str:
     return fingerprint(held())
 
 
-def _rotary_table(worker: Any) -> Tensor:
-    return next(m.cos_sin_cache for m in worker.get_model().modules() if "cos_sin_cache" in dict(m.named_buffers(recurse=False)))
+def _rotary_tables(worker: Any) -> list[Tensor]:
+    """Each once: layers of one geometry share theirs."""
+    tables = [m.cos_sin_cache for m in worker.get_model().modules() if "cos_sin_cache" in dict(m.named_buffers(recurse=False))]
+    return list({table.data_ptr(): table for table in tables}.values())
 
 
-def counting_scheduler(counters: RolloutCounters) -> type:
-    """vLLM's scheduler, telling the counters what it schedules."""
+def counting_scheduler(counters: RolloutCounters, on_tokens: Callable[[int], None]) -> type:
+    """vLLM's scheduler, telling the counters what it schedules, and on_tokens how many tokens each step samples."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     class CountingScheduler(Scheduler):
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             step = super().schedule(*args, **kwargs)
-            decoding, cut = [], 0
+            decoding, cut, sampling = [], 0, 0
             for request_id, new in step.num_scheduled_tokens.items():
                 request = self.requests[request_id]
                 before = request.num_computed_tokens - new
                 decoding.append(before >= request.num_prompt_tokens)
                 cut += before == 0 and new < request.num_prompt_tokens
+                sampling += request.num_computed_tokens >= request.num_tokens
             counters.rows_max_in_batch = max(counters.rows_max_in_batch, step.total_num_scheduled_tokens)
             counters.chunked_prefills += cut
             counters.mixed_batches += any(decoding) and not all(decoding)
             counters.joins += len(step.scheduled_new_reqs) if any(decoding) else 0
+            on_tokens(sampling)
             return step
 
         def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from lite.primitive.modules.decoder import Decoder
 from lite.primitive.modules.mlp import GatedMLP
 from lite.primitive.ops.aligned import VJP, visible_forward
 from lite.primitive.ops.bridges import Ops, reference_ops
-from lite.primitive.parallel.packing import PackedSequences, cumulative_lengths, positions_of
+from lite.primitive.parallel.packing import PackedSequences
 from tests.tiny import tiny_bundle
 
 
@@ -141,8 +141,7 @@ def test_an_activation_changed_in_place_is_an_error_too(weight: nn.Parameter) ->
 
 
 def loss_of(decoder: Decoder) -> Tensor:
-    lengths = (3, 9, 5)
-    context = PackedSequences(positions_of(lengths), cumulative_lengths(lengths))
+    context = PackedSequences.of((3, 9, 5))
     generator = torch.Generator().manual_seed(5)
     ids, labels = torch.randint(0, 500, (2, 17), generator=generator)
     scores = decoder(ids, context, labels, torch.full((17,), 0.8))

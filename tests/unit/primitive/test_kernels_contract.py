@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lite.primitive.compare import bits
 from lite.primitive.kernels import reference
+from lite.primitive.parallel.packing import Seqlens
 from tests import formulas
 
 FP32_LIMIT, BF16_EQUAL_SHARE = 2e-6, 0.99
 DTYPES = [torch.float32, torch.bfloat16]
-CU_Q, CU_K = torch.tensor([0, 1, 8, 17], dtype=torch.int32), torch.tensor([0, 1, 75, 84], dtype=torch.int32)
+SEQLENS = Seqlens.of([1, 7, 9], [1, 74, 9])
 
 
 @dataclass
@@ -56,13 +57,13 @@ def cases(dtype: torch.dtype) -> dict[str, Case]:
             (n(19, 4, 32), n(19, 2, 32), positions, cos_sin),
         ),
         "attention": Case(
-            reference.attention, with_dtype(formulas.attention), (n(17, 4, 32), n(84, 2, 32), n(84, 2, 32), CU_Q, CU_K, 32**-0.5)
+            reference.attention, with_dtype(formulas.attention), (n(17, 4, 32), n(84, 2, 32), n(84, 2, 32), SEQLENS, 32**-0.5)
         ),
         "attention without groups": Case(
-            reference.attention, with_dtype(formulas.attention), (n(17, 3, 16), n(84, 3, 16), n(84, 3, 16), CU_Q, CU_K, 0.25)
+            reference.attention, with_dtype(formulas.attention), (n(17, 3, 16), n(84, 3, 16), n(84, 3, 16), SEQLENS, 0.25)
         ),
         "attention with one key head": Case(
-            reference.attention, with_dtype(formulas.attention), (n(17, 3, 16), n(84, 1, 16), n(84, 1, 16), CU_Q, CU_K, 0.25)
+            reference.attention, with_dtype(formulas.attention), (n(17, 3, 16), n(84, 1, 16), n(84, 1, 16), SEQLENS, 0.25)
         ),
         "swiglu": Case(reference.swiglu, with_dtype(formulas.swiglu), (2 * n(19, 2 * 57),)),
     }
@@ -188,6 +189,5 @@ def test_a_drawn_token_carries_the_bytes_that_scoring_it_gives(dtype: torch.dtyp
 def test_the_attention_lse_is_a_natural_logarithm() -> None:
     """Some GPU kernels keep it to base 2; the backward reads it as natural."""
     q, k = torch.full((1, 1, 16), 0.5), torch.full((1, 1, 16), 0.5)
-    cu = torch.tensor([0, 1], dtype=torch.int32)
-    lse = reference.attention(q, k, k, cu, cu, 0.25)[1]
+    lse = reference.attention(q, k, k, Seqlens.of([1], [1]), 0.25)[1]
     assert float(lse) == 1.0  # 16 * 0.5 * 0.5 * 0.25, and one key only

@@ -28,17 +28,17 @@ def by_rows(fn):
     return lambda x, *rest: fn(x, *rest) + (1e-3 if x.shape[0] < 8 else 0.0)
 
 
-def attention_of_another_backend(q, k, v, cu_q, cu_k, scale, page):
+def attention_of_another_backend(q, k, v, seqlens, scale, page):
     """Decode by another formula than prefill, as engines have it."""
-    out, lse = reference.attention(q, k, v, cu_q, cu_k, scale)
-    decoding = torch.repeat_interleave(cu_q.diff() == 1, cu_q.diff().long())
+    out, lse = reference.attention(q, k, v, seqlens, scale)
+    decoding = torch.repeat_interleave(seqlens.cu_q.diff() == 1, seqlens.cu_q.diff().long())
     return torch.where(decoding[:, None, None], out * (1 + 2**-20), out), lse
 
 
-def attention_by_the_longest_query(q, k, v, cu_q, cu_k, scale, page):
+def attention_by_the_longest_query(q, k, v, seqlens, scale, page):
     """FlashAttention 3 at head size 64: another kernel where every sequence of a call of several has one query."""
-    out, lse = reference.attention(q, k, v, cu_q, cu_k, scale)
-    return (out * (1 + 2**-20), lse) if len(cu_q) > 2 and int(cu_q.diff().max()) == 1 else (out, lse)
+    out, lse = reference.attention(q, k, v, seqlens, scale)
+    return (out * (1 + 2**-20), lse) if len(seqlens.cu_q) > 2 and seqlens.max_q == 1 else (out, lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

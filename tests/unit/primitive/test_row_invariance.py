@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lite.primitive.kernels import reference
 from lite.primitive.kernels.reference.pointwise import tree_sum
+from lite.primitive.parallel.packing import Seqlens
 from tests.invariance import batch_violations, cut_violations, row_violations
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -105,10 +106,10 @@ def test_attention_of_packed_sequences(dtype: torch.dtype, heads: int, kv_heads:
 def test_attention_ignores_what_its_mask_hides() -> None:
     """Later keys and other sequences may hold anything, huge numbers too; a query's bytes stay."""
     q, k, v = qkv(40, 4, 2, 16, torch.float32)
-    cu = torch.tensor([0, 40], dtype=torch.int32)
-    before = reference.attention(q, k, v, cu, cu, 0.25)[0][:20]
+    seqlens = Seqlens.of([40], [40])
+    before = reference.attention(q, k, v, seqlens, 0.25)[0][:20]
     k[20:], v[20:] = 1e30, -1e30
-    after = reference.attention(q, k, v, cu, cu, 0.25)[0][:20]
+    after = reference.attention(q, k, v, seqlens, 0.25)[0][:20]
     assert torch.equal(before, after)
 
 
@@ -136,9 +137,9 @@ def test_a_plain_mean_norm_is_caught() -> None:
     assert row_violations(lambda x: x * torch.rsqrt(x.square().mean()), torch.randn(20, 32))
 
 
-def untiled_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, ...]:
+def untiled_attention(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> tuple[Tensor, ...]:
     """Right, and of the shape of its call."""
-    out = []
+    out, (cu_q, cu_k, *_) = [], seqlens
     for i in range(len(cu_q) - 1):
         q_i, k_i, v_i = q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]]
         group = q.shape[1] // k.shape[1]
@@ -150,13 +151,13 @@ def untiled_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tenso
 
 def test_an_attention_without_fixed_tiles_is_caught() -> None:
     q, k, v = qkv(70, 4, 2, 64, torch.float32)
-    cu = torch.tensor([0, 70], dtype=torch.int32)
-    torch.testing.assert_close(untiled_attention(q, k, v, cu, cu, 0.125)[0], reference.attention(q, k, v, cu, cu, 0.125)[0])
+    seqlens = Seqlens.of([70], [70])
+    torch.testing.assert_close(untiled_attention(q, k, v, seqlens, 0.125)[0], reference.attention(q, k, v, seqlens, 0.125)[0])
     expect_caught(cut_violations(untiled_attention, q, k, v, list(range(1, 70)), 0.125), "scaled_dot_product_attention")
 
 
 def test_an_attention_that_sees_across_sequences_is_caught() -> None:
-    def leaky(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, ...]:
-        return reference.attention(q, k, v, cu_q[[0, -1]], cu_k[[0, -1]], scale)
+    def leaky(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> tuple[Tensor, ...]:
+        return reference.attention(q, k, v, Seqlens.of([len(q)], [len(k)]), scale)
 
     assert batch_violations(leaky, *qkv(14, 4, 2, 16, torch.float32), [5, 9], 0.25)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from lite.primitive.compare import bits
 from lite.primitive.ops.bridges import Ops, reference_ops
+from lite.primitive.parallel.packing import Seqlens
 from tests import formulas
 from tests.gradients import assert_gradient, passes
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = list(LIMITS)
-CU = torch.tensor([0, 1, 10, 11, 85], dtype=torch.int32)  # sequence lengths 1, 9, 1 and 74
+SEQLENS = Seqlens.of([1, 9, 1, 74], [1, 9, 1, 74])
 
 Leaves = dict[str, Tensor]
 
@@ -74,13 +75,13 @@ def cases(ops: Ops, dtype: torch.dtype) -> dict[str, Case]:
             {"q": (21, 4, 16), "k": (21, 2, 16)},
         ),
         "attention": Case(
-            lambda q, k, v: (ops.attention(q, k, v, CU, CU, 0.25),),
-            lambda q, k, v: (formulas.attention(q, k, v, CU, CU, 0.25, dtype)[0],),
+            lambda q, k, v: (ops.attention(q, k, v, SEQLENS, 0.25),),
+            lambda q, k, v: (formulas.attention(q, k, v, SEQLENS, 0.25, dtype)[0],),
             qkv,
         ),
         "attention without groups": Case(
-            lambda q, k, v: (ops.attention(q, k, v, CU, CU, 0.25),),
-            lambda q, k, v: (formulas.attention(q, k, v, CU, CU, 0.25, dtype)[0],),
+            lambda q, k, v: (ops.attention(q, k, v, SEQLENS, 0.25),),
+            lambda q, k, v: (formulas.attention(q, k, v, SEQLENS, 0.25, dtype)[0],),
             one_group,
         ),
         "swiglu": Case(lambda x: (ops.swiglu(x),), lambda x: (formulas.swiglu(x, dtype),), {"gate_up": (19, 114)}),
@@ -184,12 +185,12 @@ def test_attention_over_cached_keys_has_a_gradient_too(monkeypatch: pytest.Monke
     from lite.primitive.kernels.vjp import torch as torch_vjp
 
     monkeypatch.setattr(torch_vjp, "QUERY_BLOCK", 4)
-    cu_q, cu_k = torch.tensor([0, 1, 10], dtype=torch.int32), torch.tensor([0, 30, 45], dtype=torch.int32)
+    seqlens = Seqlens.of([1, 9], [30, 15])
     q, k, v = (torch.randn(n, heads, 16, requires_grad=True) for n, heads in ((10, 4), (45, 2), (45, 2)))
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    out, d_out = reference_ops().attention(q, k, v, cu_q, cu_k, 0.25), torch.randn(10, 4, 16)
+    out, d_out = reference_ops().attention(q, k, v, seqlens, 0.25), torch.randn(10, 4, 16)
     out.backward(d_out)
-    formulas.attention(*wide, cu_q, cu_k, 0.25, torch.float32)[0].backward(d_out.double())
+    formulas.attention(*wide, seqlens, 0.25, torch.float32)[0].backward(d_out.double())
     for name, got, want in zip("qkv", (q, k, v), wide, strict=True):
         assert_gradient(got.grad, want.grad, LIMITS[torch.float32], name)
 

@@ -137,10 +137,10 @@ class OneRowOff(CachedSequences):
     """Reads one key of the first sequence from the place of the token before it."""
 
     def extend_kv(self, layer, k, v):
-        keys, values, cu_q, cu_k = super().extend_kv(layer, k, v)
-        if cu_k[1] > 2:
+        keys, values, seqlens = super().extend_kv(layer, k, v)
+        if seqlens.cu_k[1] > 2:
             keys[2] = keys[1]
-        return keys, values, cu_q, cu_k
+        return keys, values, seqlens
 
 
 class Rounded(CachedSequences):

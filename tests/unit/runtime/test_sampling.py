@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lite.errors import InputError
-from lite.primitive.parallel.packing import PackedSequences, cumulative_lengths, positions_of
+from lite.primitive.parallel.packing import PackedSequences
 from lite.runtime.rollout.engine import Prompt, Sampling, Trajectory, request_seed
 from tests.checkpoints import answers, checkpoint, engine, make_prompts
 
@@ -110,7 +110,7 @@ def logits_of(prompt: Prompt) -> torch.Tensor:
     """fp32 logits of the prompt's next token, by a dense product instead of the engine's chunks."""
     e = engine(checkpoint(dtype="fp32"), "fp32")
     n = len(prompt.ids)
-    hidden = e.bundle.module.hidden(torch.tensor(prompt.ids), PackedSequences(positions_of([n]), cumulative_lengths([n])))
+    hidden = e.bundle.module.hidden(torch.tensor(prompt.ids), PackedSequences.of([n]))
     return hidden[-1] @ e.bundle.module.head.weight.t()
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lite.errors import InputError, ProbeError
 from lite.primitive.compare import bits
 from lite.primitive.kernels.vllm.attention import paged
+from lite.primitive.parallel.packing import Seqlens
 from lite.runtime.rollout.engine import RolloutCounters
-from lite.runtime.rollout.vllm import ENVIRONMENT, VllmEngine, _load, _rotary_table, _version, counting_scheduler, prepare_environment
+from lite.runtime.rollout.vllm import ENVIRONMENT, VllmEngine, _load, _rotary_tables, _version, counting_scheduler, prepare_environment
 from lite.runtime.runtime import Handle, Runtime
 from tests.checkpoints import FAMILIES, checkpoint, same, trainer
 
@@ -80,16 +81,22 @@ class FakeScheduler:
     advances = True
 
     def __init__(self, prompts: dict[str, int], steps: list[dict[str, Any]]):
-        self.requests = {name: SimpleNamespace(num_prompt_tokens=n, num_computed_tokens=0) for name, n in prompts.items()}
+        self.requests = {
+            name: SimpleNamespace(num_prompt_tokens=n, num_tokens=n, num_computed_tokens=0) for name, n in prompts.items()
+        }
         self.steps = list(steps)
+        self.sampling: list[Any] = []
 
     def schedule(self) -> SimpleNamespace:
         step = self.steps.pop(0)
+        for request in self.sampling:
+            request.num_tokens += 1
         for name in step.get("preempt", ()):
             assert self._preempt_request(self.requests[name], timestamp=0.0) == "base"
         scheduled: dict[str, int] = step["tokens"]
         for name, new in scheduled.items():
             self.requests[name].num_computed_tokens += new if self.advances else 0
+        self.sampling = [r for r in (self.requests[name] for name in scheduled) if r.num_computed_tokens >= r.num_tokens]
         new_requests = [SimpleNamespace(req_id=name) for name in step.get("new", ())]
         return SimpleNamespace(
             num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()), scheduled_new_reqs=new_requests
@@ -234,7 +241,8 @@ def test_a_whole_load_has_its_version() -> None:
         ([], "2 missing ['a', 'b']"),
         (["a", "b", "c"], "1 unexpected ['c']"),
         (["a", "c"], "1 missing ['b'], 1 unexpected ['c']"),
-        (["a", "b", "a"], "send each tensor once"),
+        (["a", "b", "a"], "1 doubled ['a']"),
+        (["a", "a"], "1 missing ['b'], 1 doubled ['a']"),
     ],
 )
 def test_what_is_not_all_of_them_once_is_refused_before_vllm_sees_it(names: list[str], message: str) -> None:
@@ -267,19 +275,22 @@ STEPS: list[dict[str, Any]] = [
     {"tokens": {"A": 1, "B": 1}},
     {"tokens": {"A": 1, "B": 1, "C": 3}, "new": ["C"]},  # join, mixed
     {"tokens": {"A": 1, "C": 1}, "preempt": ["B"]},  # preemption
-    {"tokens": {"A": 1, "C": 1, "B": 12}},  # mixed: B again with what it had sampled; it does not join
+    {"tokens": {"A": 1, "C": 1, "B": 13}},  # mixed: B again with what it had sampled; it does not join
     {"tokens": {"A": 1, "B": 1, "D": 2, "E": 5}, "new": ["D", "E"]},  # two joins, mixed, cut
     {"tokens": {}},
     {"tokens": {"A": 1, "E": 1}},  # mixed
 ]
-COUNTS = RolloutCounters(rows_max_in_batch=14, chunked_prefills=2, mixed_batches=6, joins=4, preemptions=1)
+SAMPLED = [1, 1, 2, 2, 3, 2, 3, 3, 0, 2]
+COUNTS = RolloutCounters(rows_max_in_batch=15, chunked_prefills=2, mixed_batches=6, joins=4, preemptions=1)
 
 
 def play(steps: list[dict[str, Any]]) -> RolloutCounters:
     counters = RolloutCounters()
-    scheduler = counting_scheduler(counters)(PROMPTS, steps)
+    sampled: list[int] = []
+    scheduler = counting_scheduler(counters, sampled.append)(PROMPTS, steps)
     for step in steps:
         assert scheduler.schedule().num_scheduled_tokens == step["tokens"], "the step passes through"
+    assert sampled == SAMPLED[: len(steps)] or not FakeScheduler.advances
     return counters
 
 
@@ -296,8 +307,8 @@ def test_the_counters_of_a_schedule(fake_vllm: None) -> None:
         (4, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=2, joins=1)),
         (5, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=3, joins=2)),
         (6, RolloutCounters(rows_max_in_batch=7, chunked_prefills=1, mixed_batches=3, joins=2, preemptions=1)),
-        (7, RolloutCounters(rows_max_in_batch=14, chunked_prefills=1, mixed_batches=4, joins=2, preemptions=1)),
-        (8, RolloutCounters(rows_max_in_batch=14, chunked_prefills=2, mixed_batches=5, joins=4, preemptions=1)),
+        (7, RolloutCounters(rows_max_in_batch=15, chunked_prefills=1, mixed_batches=4, joins=2, preemptions=1)),
+        (8, RolloutCounters(rows_max_in_batch=15, chunked_prefills=2, mixed_batches=5, joins=4, preemptions=1)),
     ],
 )
 def test_the_counters_step_by_step(fake_vllm: None, count: int, counts: RolloutCounters) -> None:
@@ -338,7 +349,19 @@ def worker_with(table: Tensor) -> SimpleNamespace:
 
 def test_the_rotary_table_of_a_worker() -> None:
     table = torch.randn(4, 8)
-    assert _rotary_table(worker_with(table)) is table
+    assert [found is table for found in _rotary_tables(worker_with(table))] == [True]
+
+
+def test_every_layers_own_table_is_compared() -> None:
+    """Layers may share one, or turn by tables of their own."""
+    table, other = torch.randn(4, 8), torch.randn(4, 8)
+    model = nn.ModuleList([worker_with(t).get_model() for t in (table, table, other)])
+    worker = SimpleNamespace(get_model=lambda: model)
+    assert len(_rotary_tables(worker)) == 2
+    engine = object.__new__(VllmEngine)
+    engine.llm = SimpleNamespace(collective_rpc=lambda function: [function(worker)])
+    with pytest.raises(ProbeError, match="position 0 differs"):
+        engine.check_rotary(table)
 
 
 @pytest.mark.parametrize("rows", [20, 32, 50], ids=["shorter", "equal", "longer"])
@@ -385,30 +408,30 @@ def unfaithful(k: Tensor, v: Tensor, lengths: list[int], page: int, laid_out: tu
             if bits(rows[n:]).any():
                 problems.append(f"{name} padding of {s}")
         start += n
-    return problems + ([] if sorted(owned) == list(range(len(keys))) else ["pages"])
+    return problems + ([] if sorted(owned) == list(range(len(owned))) else ["pages"])
 
 
-def packed(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def packed(lengths: list[int]) -> tuple[Tensor, Tensor, Seqlens]:
     k, v = (torch.randn(sum(lengths), 2, 8).bfloat16() for _ in range(2))
     k[0, 0, 0] = -0.0
-    return k, v, torch.tensor([0, *lengths]).cumsum(0).int()
+    return k, v, Seqlens.of(lengths, lengths)
 
 
 @pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize("lengths", [*([n] for n in LENGTHS), LENGTHS, LENGTHS[::-1], [16, 16], [17, 1, 17]], ids=str)
 def test_pages_give_back_every_sequence(lengths: list[int], page: int) -> None:
-    k, v, cu_seqlens = packed(lengths)
-    keys, values, table, found = paged(k, v, cu_seqlens, page)
+    k, v, seqlens = packed(lengths)
+    keys, values, table, found = paged(k, v, seqlens, page)
     assert unfaithful(k, v, lengths, page, (keys, values, table, found)) == []
-    assert keys.shape == values.shape == (sum(-(-n // page) for n in lengths), page, 2, 8)
+    assert keys.shape == values.shape and sum(-(-n // page) for n in lengths) <= len(keys) <= sum(lengths) // page + len(lengths)
     assert table.dtype == found.dtype == torch.int32 and table.shape == (len(lengths), -(-max(lengths) // page))
     assert int(table.min()) >= 0 and int(table.max()) < len(keys), "a kernel may prefetch what it will not use"
     assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() and keys.stride() == values.stride()
 
 
 def test_pages_that_do_not_would_be_seen() -> None:
-    k, v, cu_seqlens = packed(LENGTHS)
-    plain = lambda: [t.clone() for t in paged(k, v, cu_seqlens, 16)]
+    k, v, seqlens = packed(LENGTHS)
+    plain = lambda: [t.clone() for t in paged(k, v, seqlens, 16)]
     keys, values, table, found = plain()
     assert unfaithful(k, v, LENGTHS, 16, (values, keys, table, found)) != []
     keys, values, table, found = plain()

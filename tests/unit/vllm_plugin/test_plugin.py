@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lite.errors import InputError
-from lite.primitive.kernels.vllm import flash_set, norm, triton_set
+from lite.primitive.kernels.vllm import experts, flash_set, gemm, norm, router, triton_set
 from lite.vllm_plugin import PINS, handshake, layers, register
 from tests.checkpoints import same
 
@@ -64,15 +64,52 @@ def fake_modules() -> dict[str, ModuleType]:
         def __init__(self, hidden_size: int, eps: float = 1e-6):
             super().__init__()
             self.weight, self.variance_epsilon = nn.Parameter(1 + 0.1 * torch.randn(hidden_size).bfloat16()), eps
+            self.has_weight, self.variance_size_override = True, None
 
         def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
             return rms_norm_batch_invariant(x, self.weight.data, self.variance_epsilon, residual=residual)
 
+    class GateLinear(CustomOp):
+        """By the number of rows, as vLLM's: other bits below 17."""
+
+        def __init__(self, hidden: int, experts: int, out_dtype: torch.dtype | None = None, bias: bool = False):
+            super().__init__()
+            self.weight, self.out_dtype = nn.Parameter(torch.randn(experts, hidden).bfloat16()), out_dtype
+            self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return (x.float() @ self.weight.float().t()) * (1 + (len(x) <= 16) * 2**-20), None
+
+    class UnquantizedFusedMoEMethod(CustomOp):
+        mk_can_overlap_shared_experts = False
+
+        def __init__(self, backend: str = "TRITON", has_bias: bool = False, clamp: float | None = None):
+            super().__init__()
+            self.unquantized_backend = SimpleNamespace(name=backend, value=backend.lower())
+            self.moe = SimpleNamespace(has_bias=has_bias)
+            self.moe_quant_config = SimpleNamespace(gemm1_clamp_limit=clamp)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            layer.processed = True
+
+        def forward_cuda(self, *_: Any) -> str:
+            return "stock"
+
+    def linear_batch_invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (input.float() @ weight.float().t()).to(input.dtype)
+
+    moe = "vllm.model_executor.layers.fused_moe"
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": {"CustomOp": CustomOp, "op_registry_oot": replacements},
         "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.linear": {"linear_batch_invariant": linear_batch_invariant},
+        "vllm.model_executor.layers.vocab_parallel_embedding": {"linear_batch_invariant": linear_batch_invariant},
+        moe: {},
+        f"{moe}.router": {},
+        f"{moe}.router.gate_linear": {"GateLinear": GateLinear},
+        f"{moe}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
         "vllm.model_executor.layers.layernorm": {"RMSNorm": RMSNorm},
         "vllm.model_executor.layers.batch_invariant": {"rms_norm_batch_invariant": rms_norm_batch_invariant},
     }
@@ -80,6 +117,9 @@ def fake_modules() -> dict[str, ModuleType]:
     for name, content in contents.items():
         found[name] = ModuleType(name)
         found[name].__dict__.update(content)
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(found[parent], leaf, found[name])  # `from package import module` reads it there
     return found
 
 
@@ -88,6 +128,9 @@ class FakeVllm:
         self.registry: dict[str, type] = modules["vllm.model_executor.custom_op"].op_registry_oot
         self.rms_norm: type[nn.Module] = modules["vllm.model_executor.layers.layernorm"].RMSNorm
         self.kernel = modules["vllm.model_executor.layers.batch_invariant"].rms_norm_batch_invariant
+        self.linear_callers = [modules[f"vllm.model_executor.layers.{name}"] for name in ("linear", "vocab_parallel_embedding")]
+        self.gate = modules["vllm.model_executor.layers.fused_moe.router.gate_linear"].GateLinear
+        self.experts = modules["vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"].UnquantizedFusedMoEMethod
 
     def model(self, norms: int = 3, backends: tuple[str, ...] = ("TRITON_ATTN",)) -> nn.Module:
         return nn.ModuleList([*(self.rms_norm(8) for _ in range(norms)), *(FakeAttention(b) for b in backends), nn.Linear(2, 2)])
@@ -237,7 +280,8 @@ def test_pins_are_set_and_the_layers_installed(
     before = dict(environment)
     register()
     assert dict(environment) == before | PINS
-    assert list(vllm.registry) == ["RMSNorm"]
+    assert list(vllm.registry) == ["RMSNorm", "GateLinear", "UnquantizedFusedMoEMethod"]
+    assert all(module.linear_batch_invariant is gemm.linear for module in vllm.linear_callers)
 
 
 # The replaced layer.
@@ -304,15 +348,122 @@ def test_a_layer_that_writes_would_be_seen(vllm: FakeVllm) -> None:
     assert written(vllm.rms_norm(8), x, residual) == [0, 1]
 
 
+# Routers, experts, linear layers.
+
+
+@pytest.mark.parametrize(("out_dtype", "called"), [(torch.float32, "mm"), (None, "linear"), (torch.bfloat16, "linear")])
+def test_the_router_calls_one_kernel_for_any_number_of_rows(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, out_dtype: torch.dtype | None, called: str
+) -> None:
+    layers.install()
+    gate, calls = vllm.gate(16, 4, out_dtype), []
+
+    def product(name: str) -> Any:
+        return lambda x, w, *bias, out_dtype=None: calls.append(name) or torch.zeros(len(x), 4, dtype=out_dtype or x.dtype)
+
+    monkeypatch.setattr(torch, "mm", product("mm"))
+    monkeypatch.setattr(router, "linear", product("linear"))
+    for rows in (1, 16, 17, 300):
+        logits, bias = gate(torch.zeros(rows, 16).bfloat16())
+        assert bias is None and logits.shape == (rows, 4) and logits.dtype == (out_dtype or torch.bfloat16)
+    assert calls == [called] * 4
+
+
+def test_a_router_with_a_bias_is_refused(vllm: FakeVllm) -> None:
+    layers.install()
+    with pytest.raises(InputError, match="router has a bias"):
+        vllm.gate(8, 4, bias=True)(torch.zeros(2, 8).bfloat16())
+
+
+def moe_layer(**changed: Any) -> SimpleNamespace:
+    weights = {"w13_weight": "w13", "w2_weight": "w2", "activation": SimpleNamespace(value="silu")}
+    return SimpleNamespace(**{**weights, "expert_map": None, "apply_router_weight_on_input": False, "processed": False, **changed})
+
+
+def test_the_experts_are_the_trainers(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers.install()
+    method, layer, calls = vllm.experts(), moe_layer(), []
+    monkeypatch.setattr(experts, "routed_experts", lambda *args: calls.append(args) or "ours")
+    method.process_weights_after_loading(layer)
+    assert layer.processed and type(method) is vllm.registry["UnquantizedFusedMoEMethod"]
+    assert method.forward_cuda(layer, "x", "weights", "ids", None, None) == method.forward_native(layer, "x", "weights", "ids", None, None)
+    assert calls == [("x", "w13", "w2", "weights", "ids", "silu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "layer", "what"),
+    [
+        ({"backend": "FLASHINFER_CUTLASS"}, {}, "experts by flashinfer_cutlass"),
+        ({"has_bias": True}, {}, "experts with a bias"),
+        ({"clamp": 7.0}, {}, "a clamped activation"),
+        ({}, {"expert_map": torch.zeros(4)}, "expert parallelism"),
+        ({}, {"apply_router_weight_on_input": True}, "router weights on the experts' input"),
+    ],
+)
+def test_experts_that_were_not_verified_are_refused_by_name(
+    vllm: FakeVllm, method: dict[str, Any], layer: dict[str, Any], what: str
+) -> None:
+    layers.install()
+    with pytest.raises(InputError, match=f"the model runs {what}, which was not verified"):
+        vllm.experts(**method).process_weights_after_loading(moe_layer(**layer))
+
+
+def test_shared_experts_inside_the_kernel_are_refused(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers.install()
+    monkeypatch.setattr(vllm.experts, "mk_can_overlap_shared_experts", True)
+    with pytest.raises(InputError, match="shared experts inside the kernel"):
+        vllm.experts().process_weights_after_loading(moe_layer())
+
+
+@pytest.mark.parametrize("name", ["gate", "experts"])
+def test_a_stock_router_or_experts_fails_the_handshake(vllm: FakeVllm, environment: Any, name: str) -> None:
+    stock = vllm.gate(8, 4) if name == "gate" else vllm.experts()
+    register()
+    exact = vllm.gate(8, 4) if name == "gate" else vllm.experts()
+    found = handshake(worker(nn.ModuleList([vllm.model(), exact])))["replaced"]
+    assert [found[n]["layers"] for n in ("GateLinear", "UnquantizedFusedMoEMethod") if n in found] == [1]
+    with pytest.raises(InputError, match=r"1 of 2 \w+ layers are not the plugin's"):
+        handshake(worker(nn.ModuleList([vllm.model(), exact, stock])))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_linear_that_is_vllms_own_fails_the_handshake(vllm: FakeVllm, environment: Any, which: int) -> None:
+    register()
+    vllm.linear_callers[which].linear_batch_invariant = lambda *args: None
+    with pytest.raises(InputError, match="linear layers do not call the plugin's function"):
+        handshake(worker(vllm.model()))
+
+
+def test_several_ranks_are_refused(vllm: FakeVllm, environment: Any) -> None:
+    register()
+    with pytest.raises(InputError, match="is one of 2, which was not verified"):
+        handshake(worker(vllm.model(), ranks=2))
+
+
+@pytest.mark.parametrize("broken", [{"has_weight": False}, {"variance_size_override": 4}])
+def test_a_norm_that_was_not_verified_is_refused(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any]) -> None:
+    init = vllm.rms_norm.__init__
+
+    def other(self: Any, *args: Any) -> None:
+        init(self, *args)
+        vars(self).update(broken)
+
+    monkeypatch.setattr(vllm.rms_norm, "__init__", other)
+    layers.install()
+    with pytest.raises(InputError, match="RMSNorm without a weight or over a part of its row"):
+        vllm.rms_norm(8)
+
+
 # The handshake.
 
 
-def worker(model: nn.Module) -> SimpleNamespace:
+def worker(model: nn.Module, ranks: int = 1) -> SimpleNamespace:
     class Runner:
         pass
 
     Runner.__module__ = "vllm.v1.worker.gpu_model_runner"
     config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=ranks),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_DECODE_ONLY"), mode=0),
         cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=False),
         model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
@@ -329,7 +480,7 @@ def test_the_handshake_tells_what_runs(vllm: FakeVllm, environment: Any) -> None
         "runner": "vllm.v1.worker.gpu_model_runner", "graphs": "FULL_DECODE_ONLY", "compilation_mode": 0, "page": 16,
         "prefix_caching": False, "logprobs_mode": "raw_logprobs",
     }  # fmt: skip
-    assert list(replaced) == ["RMSNorm"] and replaced["RMSNorm"]["layers"] == 5 and len(replaced["RMSNorm"]["source"]) == 64
+    assert list(replaced) == ["RMSNorm", "linear"] and replaced["RMSNorm"]["layers"] == 5 and len(replaced["RMSNorm"]["source"]) == 64
     assert replaced["RMSNorm"]["class"] == "lite.vllm_plugin.layers.ExactRMSNorm"
     assert json.loads(json.dumps(found)) == found, "a receipt holds it"
 
@@ -363,10 +514,21 @@ def test_a_model_without_a_norm_proves_nothing(vllm: FakeVllm) -> None:
         layers.replaced_layers(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("module", [layers, norm], ids=["layers", "norm"])
-def test_a_changed_source_changes_the_hash(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: ModuleType) -> None:
+CALLED = {
+    "RMSNorm": [layers, norm],
+    "GateLinear": [layers, router, gemm],
+    "UnquantizedFusedMoEMethod": [layers, experts],
+    "linear": [layers, gemm],
+}
+
+
+@pytest.mark.parametrize(("name", "module"), [(name, module) for name, modules in CALLED.items() for module in modules])
+def test_a_changed_source_changes_the_hash(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: ModuleType
+) -> None:
     layers.install()
-    source = lambda: layers.replaced_layers(vllm.model())["RMSNorm"]["source"]
+    model = nn.ModuleList([vllm.model(), vllm.gate(8, 4), vllm.experts()])
+    source = lambda: layers.replaced_layers(model)[name]["source"]
     before, copy = source(), tmp_path / "copy.py"
     copy.write_bytes(Path(str(module.__file__)).read_bytes())
     monkeypatch.setattr(module, "__file__", str(copy))

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from lite.primitive.kernels.reference.pointwise import tree_sum
+from lite.primitive.parallel.packing import Seqlens
 
 Q_ROWS, KV_ROWS = 8, 64
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> tuple[Tensor, Tensor]:
     Tq, Hq, D = q.shape
     Tk, Hk, _ = k.shape
     rows = Hq // Hk * Q_ROWS
-    tile_seq, tile_row, tile_pos = _query_tiles(cu_seqlens_q.long(), cu_seqlens_k.long())
+    tile_seq, tile_row, tile_pos = _query_tiles(seqlens.cu_q.long(), seqlens.cu_k.long())
     n = len(tile_seq)
 
     # one zero row past the end stands for everything that pads a tile
@@ -30,11 +31,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_
     top = q_tiles.new_full((n, Hk, rows), -torch.inf)
     total = q_tiles.new_zeros(n, Hk, rows)
     acc = q_tiles.new_zeros(n, Hk, rows, D)
-    k_first = cu_seqlens_k[:-1].long()[tile_seq]
-    k_len = cu_seqlens_k.diff().long()[tile_seq]
+    k_first = seqlens.cu_k[:-1].long()[tile_seq]
+    k_len = seqlens.cu_k.diff().long()[tile_seq]
     last_pos = tile_pos.amax(-1)
     offsets = torch.arange(KV_ROWS, device=q.device)
-    for start in range(0, int(last_pos.max()) + 1, KV_ROWS):
+    for start in range(0, seqlens.max_k, KV_ROWS):
         active = (last_pos >= start).nonzero()[:, 0]
         key_pos = start + offsets
         key_row = torch.where(key_pos < k_len[active, None], k_first[active, None] + key_pos, Tk)
@@ -59,11 +60,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_
     return out[kept].to(q.dtype), lse[kept]
 
 
-def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, page: int
-) -> tuple[Tensor, Tensor]:
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float, page: int) -> tuple[Tensor, Tensor]:
     """The embedded engine gathers its pages and calls `attention`."""
-    return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
+    return attention(q, k, v, seqlens, scale)
 
 
 def _query_tiles(cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,20 +34,19 @@ def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     """FlashAttention's backward. A forward that kept no lse (the Triton kernel) is followed by FlashAttention's own forward first:
     out and lse must belong together, or the softmax's gradient no longer sums to 0."""
     q, k, v, out, lse, scale = (values[name] for name in ("q", "k", "v", "out", "lse", "scale"))
-    cu_q, cu_k = values["cu_seqlens_q"], values["cu_seqlens_k"]
-    longest_q, longest_k = int(cu_q.diff().max()), int(cu_k.diff().max())
+    lengths = values["seqlens"]
     d_out = d["out"]
     assert d_out is not None
     seed = offset = torch.zeros(2, dtype=torch.uint64, device=q.device)
     if lse.numel() == 0:
         out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, longest_q, longest_k, 0.0, True, False, scale=scale
+            q, k, v, *lengths, 0.0, True, False, scale=scale
         )
     else:
         lse = lse.t()
     with _deterministic():
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            d_out.contiguous(), q, k, v, out, lse.contiguous(), cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, offset, scale=scale
+            d_out.contiguous(), q, k, v, out, lse.contiguous(), *lengths, 0.0, True, seed, offset, scale=scale
         )
     return {"q": dq, "k": dk, "v": dv}
 

@@ -105,7 +105,7 @@ def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     assert d_out is not None
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
-    cu_q, cu_k = values["cu_seqlens_q"].tolist(), values["cu_seqlens_k"].tolist()
+    cu_q, cu_k = (cu.tolist() for cu in (values["seqlens"].cu_q, values["seqlens"].cu_k))
     for i in range(len(cu_q) - 1):
         k_i, v_i = (t[cu_k[i] : cu_k[i + 1]].float().transpose(0, 1)[:, None] for t in (k, v))  # [Hk, 1, n, D]
         past = (cu_k[i + 1] - cu_k[i]) - (cu_q[i + 1] - cu_q[i])

@@ -7,7 +7,7 @@ The engine writes the whole log-softmax row. Training wants one number of it, so
 import torch
 from torch import Tensor
 
-from lite.primitive.kernels.vllm.pointwise import linear
+from lite.primitive.kernels.vllm.gemm import linear
 
 ROWS = 1024  # of logits held at once
 

@@ -1,18 +1,11 @@
-"""Linear, embedding, rotary and SwiGLU as vLLM runs them in batch-invariant mode.
+"""Embedding, rotary and SwiGLU as vLLM runs them in batch-invariant mode.
 
-Rotary is vLLM's CUDA kernel, in place there and on copies here; it rounds products to the model dtype as that kernel does. Linear is the
-Triton persistent matmul, whose tile does not depend on the number of rows.
+Rotary is vLLM's CUDA kernel, in place there and on copies here; it rounds products to the model dtype as that kernel does.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
-
-    return linear_batch_invariant(x, weight, bias)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from lite.primitive.kernels.vllm.attention import triton as attention
 from lite.primitive.kernels.vllm.attention import triton_paged as paged_attention
+from lite.primitive.kernels.vllm.gemm import linear
 from lite.primitive.kernels.vllm.head import sampler_logprobs, token_logprobs
 from lite.primitive.kernels.vllm.norm import add_rms_norm, rms_norm
-from lite.primitive.kernels.vllm.pointwise import embedding, linear, rotary, swiglu
+from lite.primitive.kernels.vllm.pointwise import embedding, rotary, swiglu
 
 NAME = "vllm/TRITON_ATTN"
 
