@@ -143,14 +143,13 @@ def test_experts_follow_the_formula(ops, moe):
 
     x, w13, w2, weights, ids = (t[:40] if len(t) == TOKENS else t for t in moe)
     rows = []
-    for t in range(len(x)):
-        gate, up = (w13[ids[t].long()].double() @ x[t].double()).chunk(2, dim=-1)
-        active = formulas.rounded(gate, BF16)
-        active = formulas.rounded(formulas.rounded(active * torch.sigmoid(active), BF16) * formulas.rounded(up, BF16), BF16)
-        rows.append((weights[t].double()[:, None] * torch.einsum("khf,kf->kh", w2[ids[t].long()].double(), active)).sum(0))
-    got, want = routed_experts(x, w13, w2, weights, ids, "silu").double(), torch.stack(rows)
+    for t in range(len(x)):  # on the CPU: batch-invariant mode has replaced the GPU's products, and those know no fp64
+        row, up_down = x[t].cpu().double(), [(w13[e].cpu().double(), w2[e].cpu().double()) for e in ids[t].tolist()]
+        outs = [w2_e @ formulas.swiglu(formulas.rounded(w13_e @ row, BF16)[None], BF16)[0] for w13_e, w2_e in up_down]
+        rows.append(sum(weight * out for weight, out in zip(weights[t].tolist(), outs, strict=True)))
+    got, want = routed_experts(x, w13, w2, weights, ids, "silu").cpu().double(), torch.stack(rows)
     assert (got - want).norm() <= 1e-2 * want.norm()
-    wrong = routed_experts(x, w13, w2, weights, ids.roll(1, dims=0), "silu").double()
+    wrong = routed_experts(x, w13, w2, weights, ids.roll(1, dims=0), "silu").cpu().double()
     assert (wrong - want).norm() > 0.5 * want.norm(), "another token's experts would be seen"
 
 
@@ -203,9 +202,8 @@ def test_cublaslt_gives_the_triton_matmuls_bits_where_it_stands_in(ops, model, r
 
     device = torch.device("cuda", torch.cuda.current_device())
     for outputs, inputs in LINEARS[model]:
-        for up_to in (2048,) if outputs > 100_000 else (2048, 16384):
-            differs = gemm.differing_rows(outputs, inputs, BF16, device, up_to)
-            record[f"linear {outputs}x{inputs} up to {up_to}: first differing rows"] = differs
+        up_to = 2048 if outputs > 100_000 else 16384
+        record[f"linear {outputs}x{inputs} up to {up_to}: first differing rows"] = gemm.differing_rows(outputs, inputs, BF16, device, up_to)
     x = torch.randn(3001, LINEARS[model][0][1], device="cuda").to(BF16)
     weight = torch.randn(LINEARS[model][0], device="cuda").to(BF16)
     bias = torch.randn(len(weight), device="cuda").to(BF16)
@@ -221,6 +219,9 @@ def test_a_stand_in_with_other_bits_would_not_stand_in(ops, monkeypatch):
     from lite.primitive.kernels.vllm import gemm
 
     plain = F.linear
-    monkeypatch.setattr(gemm.F, "linear", lambda x, w: plain(x, w) * (1 + 2**-7 * (x.shape[0] == 2048)))
     device = torch.device("cuda", torch.cuda.current_device())
-    assert gemm.differing_rows.__wrapped__(384, 512, BF16, device, 2048) == 2048
+    for wrong in (17, 1023, 2048):
+        monkeypatch.setattr(gemm.F, "linear", lambda x, w, wrong=wrong: plain(x, w) * (1 + 2**-7 * (x.shape[0] == wrong)))
+        gemm.differing_rows.cache_clear()
+        assert gemm.differing_rows(384, 512, BF16, device, 4096) == wrong
+    gemm.differing_rows.cache_clear()
