@@ -11,7 +11,7 @@ import pytest
 import torch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PACKAGES = {"vllm", "triton", "transformer_engine", "mamba_ssm", "causal_conv1d", "flashinfer-python", "megatron-core", "verl"}
+PACKAGES = {"vllm", "triton", "transformer-engine", "mamba-ssm", "causal-conv1d", "flashinfer-python", "megatron-core", "verl"}
 
 ended: dict[str, str] = {}  # test -> passed, failed or skipped; also a file that was not collected
 measurements: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     status, reason = verdict(exitstatus)
     outcomes = list(ended.values())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    installed = {d.name: d.version for d in distributions() if d.name in PACKAGES}
+    installed = {d.name: d.version for d in distributions() if d.name.replace("_", "-") in PACKAGES}
     write_json(Path(os.environ["MLITE_RECEIPT"]), {
         "schema": SCHEMA,
         "status": status,
@@ -52,7 +52,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "measurements": measurements,
         "environment": environment(device, {}) | {"packages": installed},
         "git": git_state(),
-        "closure": closure() | test_sources(),
+        "closure": closure() | loaded_tests(),
     })  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def verdict(exitstatus: int) -> tuple[str, str]:
     return "pass", counts
 
 
-def test_sources() -> dict[str, str]:
+def loaded_tests() -> dict[str, str]:
     """sha256 of every file below tests/ that this process has loaded, by path relative to the checkout."""
     loaded = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
     below = sorted(file for file in loaded if file.is_relative_to(CHECKOUT / "tests"))
