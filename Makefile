@@ -35,6 +35,7 @@ demo: $(DEMO)/prompts.jsonl
 
 test: .venv/.ready lint $(DEMO)/prompts.jsonl
 	$(PYTEST)
+	$(PY) -m lite.acceptance.freshness
 
 test-fast: .venv/.ready
 	$(PYTEST) -m "not slow"

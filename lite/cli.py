@@ -1,6 +1,7 @@
 """The `mlite` command: parses, draws progress, prints the result. Exit 0 pass, 1 fail, 2 inconclusive or bad input."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -115,6 +116,65 @@ def compare(
         result["status"] = "fail"
         typer.echo(f"only one side holds {', '.join(lacking)}")
     _finish(result, json_file, result["status"])
+
+
+@app.command()
+def gates(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Run them; without it they are listed.")] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This one; may be repeated.")] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="Only those whose receipt in evidence/ is not fresh.")] = False,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="So many at once; two of the list fit an H200.")] = 1,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Receipts DIR/NAME.json, logs and result folders.")] = Path("runs/gates"),
+    json_file: JsonFile = None,
+) -> None:
+    """Run the commands behind evidence/ again, each with the end that it must have; a planted error must fail.
+
+    In a checkout, with its package installed. Stale ones run first. What is in DIR, as expected and fresh is not run again, so a list that
+    was cut short goes on. Exit 0: all ended as expected. 1: one did not. 2: bad input, or nothing was run.
+
+    Examples:
+
+    `mlite gates`  (lists them, runs nothing)
+
+    `mlite gates --gpu --stale --jobs 2 --out runs/gates`
+    """
+    from lite.acceptance.freshness import evidence_lacks, listing, orphans
+    from lite.acceptance.gates import choose
+
+    _open_json(json_file)
+    checkout = Path.cwd()
+    chosen = choose(only or [])
+    found = evidence_lacks(chosen, checkout)
+    if stale:
+        chosen = [gate for gate in chosen if found[gate.name]]
+    if not gpu or not chosen:
+        lost = orphans(checkout)
+        typer.echo("\n".join(listing({gate.name: found[gate.name] for gate in chosen}, lost)))
+        line = "NOTHING WAS RUN: " + ("no gate is stale" if not chosen else "--gpu runs the gates")
+        _finish({"status": "inconclusive", "evidence_lacks": found, "orphans": lost}, json_file, line)
+    _run_gates(chosen, out, checkout, jobs, json_file)
+
+
+def _run_gates(chosen: list[Any], out: Path, checkout: Path, jobs: int, json_file: Path | None) -> NoReturn:
+    from dataclasses import asdict
+
+    import torch
+
+    from lite.acceptance.gate_report import GateProgress, print_table
+    from lite.acceptance.gate_runner import check_installed, run_gates
+
+    if not torch.cuda.is_available():
+        raise InputError("--gpu", "there is no CUDA device here and nothing was run", "without --gpu the gates are listed")
+    check_installed(checkout)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the gates end with this process
+    start = time.monotonic()
+    with GateProgress(len(chosen)) as progress:
+        outcomes = run_gates(chosen, out, checkout, progress, jobs)
+    seconds = time.monotonic() - start
+    print_table(outcomes, seconds)
+    wrong = [o.name for o in outcomes if o.why]
+    result = {"status": "fail" if wrong else "pass", "seconds": seconds, "gates": [asdict(o) for o in outcomes]}
+    _finish(result, json_file, f"fail: not as expected: {', '.join(wrong)}" if wrong else f"pass: all ended as expected ({out})")
 
 
 def _engine(engine: str, plugin: str, attention: str | None, graphs: str) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from lite.primitive.kernels.visible import VisibleKernels
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel was installed
-NOT_IN_CLOSURE = ("lite.cli", "lite.acceptance.report", "lite.acceptance.plots")
+# what draws a result or runs a proof from outside takes no part in it; "gate" is gates, gate_runner and gate_report
+NOT_IN_CLOSURE = ("lite.cli", "lite.acceptance.report", "lite.acceptance.plots", "lite.acceptance.gate", "lite.acceptance.freshness")
 
 
 def write_json(path: Path, content: Any) -> None:

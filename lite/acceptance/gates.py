@@ -1,0 +1,77 @@
+"""The gates: each claim that needs a GPU, as one command of at most 9 minutes and the end that it must have.
+
+Adding a gate is adding an entry to GATES; `mlite gates` runs them, and evidence/NAME.json is the receipt of each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lite.errors import InputError, nearest
+
+CHECKPOINT = "SmolLM2-135M-Instruct"  # the runner puts it where the commands run; examples/demo/prepare.py makes it
+
+
+@dataclass(frozen=True)
+class Gate:
+    """shows: what the expected end shows. command: as the receipt records it, so without a path of any machine; its first word is mlite
+    or pytest. expected: pass, fail or inconclusive. reason: a regular expression to be found in the receipt's reason. differs_at: the
+    policies with differing tokens on both paths, exactly these. env: what the command needs besides in its environment."""
+
+    name: str
+    shows: str
+    command: tuple[str, ...]
+    expected: str = "pass"
+    reason: str = ""
+    differs_at: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def plant(self) -> str | None:
+        return self.command[self.command.index("--plant") + 1] if "--plant" in self.command else None
+
+
+def _prove(name: str, shows: str, *flags: str, expected: str = "pass", reason: str = "", differs_at: str = "", **env: str) -> Gate:
+    command = ("mlite", "prove", "--engine", "vllm", *" ".join(flags).split(), "--out", name)
+    return Gate(name, shows, command, expected, reason, tuple(differs_at.split()), env)
+
+
+def _pytest(name: str, shows: str, file: str) -> Gate:
+    return Gate(name, shows, ("pytest", f"tests/gpu/{file}", "-m", "gpu"))
+
+
+SMOLLM2 = f"--model {CHECKPOINT}"
+QWEN3 = "--proxy qwen3 --geometry real --layers 4"
+LOAD = "--groups 12 --samples 8 --response-tokens 80"
+SMALL_LOAD = "--groups 8 --samples 4 --response-tokens 32 --prompt-tokens 1:300"
+FLASH, TRITON, FULL_DECODE = "--attention FLASH_ATTN", "--attention TRITON_ATTN", "--graphs full_decode"
+
+GATES: tuple[Gate, ...] = (
+    _prove("smollm2-triton-eager", "A trained model is exact up to its context's end.", SMOLLM2, LOAD, "--prompt-tokens 1:8112", TRITON),
+    _prove("smollm2-triton-graphs-t0.6", "It is exact with CUDA graphs and at another temperature.",
+           SMOLLM2, LOAD, "--prompt-tokens 1:3000", TRITON, FULL_DECODE, "--temperature 0.6"),
+    _prove("smollm2-flash-refused", "FlashAttention at head size 64 is refused before anything is generated.",
+           SMOLLM2, LOAD, "--prompt-tokens 1:64", FLASH, expected="inconclusive",
+           reason=r"decode equals prefill broken at shape .9, 3, 64.*row"),
+    _prove("smollm2-stale", "A missed weight sync is seen at every policy after it.",
+           SMOLLM2, SMALL_LOAD, "--plant stale-weights", expected="fail", differs_at="theta1 theta2"),
+    _prove("smollm2-one-ulp", "One bit of one token is seen at every policy.",
+           SMOLLM2, SMALL_LOAD, "--plant one-ulp", expected="fail", differs_at="theta0 theta1 theta2"),
+    _prove("qwen3-flash-eager", "Layers of Qwen3-8B's size are exact with FlashAttention.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH),
+    _prove("qwen3-flash-graphs", "So they are with CUDA graphs.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
+    _prove("qwen3-triton-eager", "So they are with vLLM's Triton attention.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON),
+    _prove("qwen3-triton-graphs", "So they are with both.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON, FULL_DECODE),
+    _prove("qwen3-flash-plugin-off", "vLLM's own batch-invariant mode is not enough: the plugin is what makes it exact.",
+           QWEN3, "--plugin off", FLASH, "--groups 12 --samples 4 --response-tokens 64 --prompt-tokens 1:700",
+           expected="fail", differs_at="theta0 theta1 theta2",
+           VLLM_USE_FLASHINFER_SAMPLER="0"),  # stock vLLM asks for it where flashinfer is not installed
+    _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
+)  # fmt: skip
+
+
+def choose(names: Sequence[str]) -> list[Gate]:
+    """The gates of those names in the order of the list; all of them for no names. InputError for a name that is not there."""
+    known = {gate.name for gate in GATES}
+    for name in names:
+        if name not in known:
+            raise InputError("--only", f"there is no gate {name!r}", nearest(name, known))
+    return [gate for gate in GATES if not names or gate.name in names]
