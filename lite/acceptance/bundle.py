@@ -1,5 +1,6 @@
 """The rollout bundle: what an engine said, kept on disk before anything scores it."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,15 @@ def save_bundle(path: Path, trajectories: Sequence[Trajectory], rewards: Sequenc
     scratch = path.with_suffix(".partial")
     save_file(tensors, scratch, metadata=metadata)
     scratch.replace(path)
+
+
+def rollout_sha256(trajectories: Sequence[Trajectory]) -> str:
+    """Over every response's uid, sample, token ids and logprob bytes: equal for two runs that said the same."""
+    digest = hashlib.sha256()
+    for t in trajectories:
+        digest.update(json.dumps([t.uid, t.sample, t.prompt_ids, t.response_ids]).encode())
+        digest.update(bits(t.logprobs).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_bundle(path: Path) -> tuple[list[Trajectory], str]:

@@ -1,21 +1,19 @@
 """The proof: rollout, score, update, again; every token's logprob compared by bytes on both of the trainer's paths."""
 
-import fcntl
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 
-from lite.acceptance.bundle import save_bundle
+from lite.acceptance.bundle import rollout_sha256, save_bundle
 from lite.acceptance.grpo import advantages
 from lite.acceptance.plants import Plant, find_plant
 from lite.acceptance.receipt import SCHEMA, closure, environment, git_state, kernel_sources, verdict, weights_sha256, write_json
+from lite.acceptance.result_folder import RECEIPT, ROLLOUT, SCORES, claimed
 from lite.acceptance.scoring import (
     BranchMagnitude,
     PackedRollout,
@@ -31,7 +29,6 @@ from lite.primitive.optimizer.master import update_norm
 from lite.runtime.rollout.engine import Trajectory
 
 REDRAWS = 5
-RECEIPT, ROLLOUT, SCORES, PLOTS, LOCK = "receipt.json", "rollout", "scores", "plots", ".lock"
 
 
 class Progress(Protocol):
@@ -52,7 +49,7 @@ def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> di
     """
     plant = find_plant(config.plant) if config.plant else None
     check_choice(config)
-    with _claimed(config.out):
+    with claimed(config.out):
         return _prove(config, plant, command, progress)
 
 
@@ -74,34 +71,6 @@ def _prove(config: ProveConfig, plant: Plant | None, command: Sequence[str], pro
     return receipt
 
 
-@contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """Creates the folder, or clears what an earlier run wrote into it, and keeps other runs out meanwhile. InputError for a folder that
-    holds anything else: it is somebody's."""
-    ours = {RECEIPT, ROLLOUT, SCORES, PLOTS, "proxy", "report.md", LOCK}
-    if out.exists() and not out.is_dir():
-        raise InputError("--out", f"{out} is a file", "name a folder")
-    entries = list(out.iterdir()) if out.is_dir() else []
-    foreign = [e.name for e in entries if e.name not in ours and not e.name.endswith(".partial") and not e.name.startswith(".proxy.")]
-    if foreign or (entries and not {RECEIPT, LOCK} & {e.name for e in entries}):
-        what = foreign[0] if foreign else entries[0].name
-        raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / LOCK).open("w")
-    except OSError as error:
-        raise InputError("--out", f"{out} cannot be written ({error.strerror})", "name another folder") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError("--out", f"{out} is being written by another run", "wait for it or name another folder") from None
-        for entry in entries:
-            if entry.name != LOCK:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        yield
-
-
 class _Proof:
     """One run: the two sides, and what has been found so far."""
 
@@ -120,7 +89,7 @@ class _Proof:
         self.seconds: dict[str, float] = {}
         self.round = 0
         self.loss = 0.0
-        self.engine_fingerprint = ""
+        self.engine_fingerprint = self.rollout_sha256 = ""
         self.stopped: str | None = None
 
     def run(self) -> dict[str, Any]:
@@ -171,6 +140,7 @@ class _Proof:
                 trajectories = self.plant.rollout(trajectories)
             self.engine_fingerprint = s.engine.fingerprint()
             save_bundle(c.out / ROLLOUT / f"theta{k}.safetensors", trajectories, rewards, self.engine_fingerprint, c.temperature)
+            self.rollout_sha256 = rollout_sha256(trajectories)
             if any(advantage) or k == c.updates:
                 return trajectories, rewards, advantage
             self.progress.note(f"theta{k}: no advantage in {len(prompts)} groups, drawing the next prompts")
@@ -197,6 +167,7 @@ class _Proof:
             "collapsed_groups": collapsed,
             "distinct_samples": distinct,
             "packed_rows": len(rollout.batches),
+            "rollout_sha256": self.rollout_sha256,
             "version": {"engine": trajectories[0].policy_version, "trainer": score.weights_version},
             "fingerprint": {"engine": self.engine_fingerprint, "trainer": s.trainer.weights.fingerprint()},
             "reward_mean": sum(rewards) / len(rewards),

@@ -80,8 +80,15 @@ def git_state() -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(status.strip())}
 
 
+PACKAGES = {  # beside torch: what brings kernels, or changes which ones vLLM chooses
+    "vllm", "triton", "transformers", "transformer-engine", "mamba-ssm", "causal-conv1d", "flashinfer-python", "nvidia-cutlass-dsl",
+    "quack-kernels", "humming-kernels", "megatron-core", "verl",
+}  # fmt: skip
+
+
 def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
-    from importlib.metadata import version
+    """packages: those of PACKAGES that are installed. variables: what vLLM and cuBLAS are told by the process's environment."""
+    from importlib.metadata import distributions, version
 
     return {
         "python": platform.python_version(),
@@ -91,6 +98,8 @@ def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
         "safetensors": version("safetensors"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
+        "packages": {d.name: d.version for d in distributions() if d.name.lower().replace("_", "-") in PACKAGES},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_", "MLITE_EXACT", "CUBLAS"))},
         "config": config,
     }
 

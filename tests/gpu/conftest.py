@@ -3,7 +3,6 @@
 import hashlib
 import os
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PACKAGES = {"vllm", "triton", "transformer-engine", "mamba-ssm", "causal-conv1d", "flashinfer-python", "megatron-core", "verl"}
 
 ended: dict[str, str] = {}  # test -> passed, failed or skipped; also a file that was not collected
 measurements: dict[str, Any] = {}
@@ -41,7 +39,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     status, reason = verdict(exitstatus)
     outcomes = list(ended.values())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    installed = {d.name: d.version for d in distributions() if d.name.replace("_", "-") in PACKAGES}
     write_json(Path(os.environ["MLITE_RECEIPT"]), {
         "schema": SCHEMA,
         "status": status,
@@ -50,7 +47,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "tests": {kind: outcomes.count(kind) for kind in ("passed", "failed", "skipped")}
                  | {"failures": [name for name, outcome in ended.items() if outcome == "failed"]},
         "measurements": measurements,
-        "environment": environment(device, {}) | {"packages": installed},
+        "environment": environment(device, {}),
         "git": git_state(),
         "closure": closure() | loaded_tests(),
     })  # fmt: skip

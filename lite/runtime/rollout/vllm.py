@@ -123,9 +123,9 @@ class VllmEngine:
     def facts(self) -> dict[str, Any]:
         import vllm
 
-        runner = self.llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)[0]
+        runner, invariant = self.llm.collective_rpc(_runner_and_mode)[0]
         return {
-            "name": self.name, "version": vllm.__version__, "plugin": "on" if self.plugin else "off", "batch_invariant": True,
+            "name": self.name, "version": vllm.__version__, "plugin": "on" if self.plugin else "off", "batch_invariant": invariant,
             "attention": self.attention, "graphs": self.graphs, "runner": runner, "page": self.page, "handshake": self.handshakes,
         }  # fmt: skip
 
@@ -199,6 +199,10 @@ def _rows(bundle: ModelBundle, native: str) -> int:
 
 def _set_version(worker: Any, version: int | None) -> None:
     worker.mlite_policy_version = version
+
+
+def _runner_and_mode(worker: Any) -> tuple[str, bool]:
+    return type(worker.model_runner).__module__, os.environ.get("VLLM_BATCH_INVARIANT") == "1"
 
 
 def _version(worker: Any) -> int:

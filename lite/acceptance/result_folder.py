@@ -1,0 +1,39 @@
+"""The folder of one run: which entries are ours, and who may write it."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lite.errors import InputError
+
+RECEIPT, ROLLOUT, SCORES, PLOTS, LOCK = "receipt.json", "rollout", "scores", "plots", ".lock"
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Creates the folder, or clears what an earlier run wrote into it, and keeps other runs out meanwhile. InputError for a folder that
+    holds anything else: it is somebody's."""
+    ours = {RECEIPT, ROLLOUT, SCORES, PLOTS, "proxy", "report.md", LOCK}
+    if out.exists() and not out.is_dir():
+        raise InputError("--out", f"{out} is a file", "name a folder")
+    entries = list(out.iterdir()) if out.is_dir() else []
+    foreign = [e.name for e in entries if e.name not in ours and not e.name.endswith(".partial") and not e.name.startswith(".proxy.")]
+    if foreign or (entries and not {RECEIPT, LOCK} & {e.name for e in entries}):
+        what = foreign[0] if foreign else entries[0].name
+        raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / LOCK).open("w")
+    except OSError as error:
+        raise InputError("--out", f"{out} cannot be written ({error.strerror})", "name another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError("--out", f"{out} is being written by another run", "wait for it or name another folder") from None
+        for entry in entries:
+            if entry.name != LOCK:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        yield
