@@ -16,12 +16,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from lite.acceptance.receipt import git_state
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "vllm", "transformers", "flashinfer-python", "flash-attn", "megatron-lite")
@@ -151,19 +148,9 @@ def median(legs: Sequence[Leg], arm: str, value: str) -> float | None:
     return statistics.median(found) if found else None
 
 
-@dataclass
-class Budget:
-    """Time that may still be used, so that a run ends by itself with what it has."""
-
-    minutes: float
-    started: float = field(default_factory=time.perf_counter)
-
-    def allows(self, seconds: float) -> bool:
-        return time.perf_counter() - self.started + seconds < self.minutes * 60
-
-
 def environment(argv: Sequence[str]) -> dict[str, Any]:
     """What the parent knows without touching the device; the workers state the device."""
+    from lite.acceptance.receipt import git_state  # here: a worker that imports this module need not load torch before its engine does
 
     def installed(package: str) -> str | None:
         try:
@@ -193,4 +180,4 @@ def write_proxy_apart(family: str, folder: Path, *, geometry: str, layers: int, 
         stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise LegError(f"the proxy could not be written: {done.stderr.strip().splitlines()[-1]}", dead=True)
+        raise LegError(f"the proxy could not be written: {done.stderr.strip()[-300:]}", dead=True)

@@ -17,17 +17,23 @@ from lite.errors import InputError
 from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
 
-__all__ = ["Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "show", "write"]
+__all__ = ["Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive", "show", "write"]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
 
 
 def common_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help=f"JSON, written after every leg ({out})")
     parser.add_argument("--family", default="qwen3", help="of the random proxy (qwen3)")
     parser.add_argument("--geometry", choices=("real", "tiny"), default="real", help="its layers' geometry (real)")
-    parser.add_argument("--layers", type=int, default=4, help="its number of layers (4)")
+    parser.add_argument("--layers", type=positive, default=4, help="its number of layers (4)")
     parser.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint folder instead of the proxy")
-    parser.add_argument("--pairs", type=int, default=3, help="legs AB, BA, AB, ... (3)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="no pair starts that would end later, counted from the first (8)")
+    parser.add_argument("--pairs", type=positive, default=3, help="legs AB, BA, AB, ... (3)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="since the start; a pair that would end later is left out (8.5)")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="for a worker to start (300)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="kernel times by group instead of the legs")

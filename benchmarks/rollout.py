@@ -14,8 +14,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.legs import Arm, Budget, Leg, environment, median, pair_orders, ratio, write_proxy_apart
+from benchmarks.legs import Arm, Leg, LegError, environment, median, pair_orders, ratio, write_proxy_apart
 from benchmarks.profiles import comparison, comparison_table
+from lite.model.registry import family
 
 ARMS = ("exact", "stock")
 SIZES = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization"}
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch, report.Progress(args.out) as progress:
         folder = args.model or Path(scratch) / "proxy"
         if args.model is None:
+            family(args.family)
             progress.say(f"writing a {args.family} proxy of {args.layers} layers")
             write_proxy_apart(args.family, folder, geometry=args.geometry, layers=args.layers, dtype="bfloat16", seed=args.seed)
         spec = engine_spec(args, folder, report.model_config(folder))
@@ -47,7 +49,7 @@ def new_result(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "rollout", "environment": environment(sys.argv), "arguments": report.plain(args), "finished": False,
         "definitions": {
             "tokens_per_second": "generated tokens over the whole leg, prefill included",
-            "decode_tokens_per_second": "generated tokens but the first of each request, over the leg less one that generates a single token",
+            "decode_tokens_per_second": "generated tokens less one a request, over the leg less a leg that generates a single token",
             "ratio": "exact / stock within each pair, median over pairs; below 1 where exact is slower",
         },
         "legs": [],
@@ -70,8 +72,11 @@ def arm_environment(name: str, in_process: bool) -> dict[str, str | None]:
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process or name == "exact" else None,
     }  # fmt: skip
-    exact = {"VLLM_BATCH_INVARIANT": "1", "MLITE_EXACT": "1"}
-    return common | (exact if name == "exact" else {key: None for key in exact})
+    inherited = (
+        "VLLM_BATCH_INVARIANT", "MLITE_EXACT", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER", "CUBLAS_WORKSPACE_CONFIG",
+    )  # fmt: skip
+    exact = {"VLLM_BATCH_INVARIANT": "1", "MLITE_EXACT": "1"} if name == "exact" else {}
+    return common | dict.fromkeys(inherited) | exact
 
 
 def measure(args: argparse.Namespace, arms: dict[str, Arm], result: dict[str, Any], progress: report.Progress) -> None:
@@ -87,7 +92,7 @@ def measure(args: argparse.Namespace, arms: dict[str, Arm], result: dict[str, An
         if unequal or not result["arms"]["exact"]["handshake"]:
             result["finished"] = False
             report.write(args.out, result)
-            raise report.LegError(f"nothing is claimed: {sorted(unequal) or 'no handshake from the plugin'}", dead=True)
+            raise LegError(f"nothing is claimed: {sorted(unequal) or 'no handshake from the plugin'}", dead=True)
         report.write(args.out, result)
         (_profile if args.profile else _legs)(args, arms, result, progress)
     finally:
@@ -98,22 +103,21 @@ def measure(args: argparse.Namespace, arms: dict[str, Arm], result: dict[str, An
 def _legs(args: argparse.Namespace, arms: dict[str, Arm], result: dict[str, Any], progress: report.Progress) -> None:
     for concurrency in args.concurrency:
         for name, arm in arms.items():
-            arm.ask(do="leg", concurrency=concurrency, length=max(1, args.input // 8), output=min(32, args.output), seed=-concurrency)
+            arm.ask(do="leg", concurrency=concurrency, length=max(1, args.input // 8), output=min(32, args.output), seed=concurrency)
             progress.say(f"warmed up {name} at {concurrency}")
-    budget, last = Budget(args.minutes), dict.fromkeys(args.concurrency, 0.0)
+    last = dict.fromkeys(args.concurrency, 0.0)
     plan = [(c, pair, order) for pair, order in enumerate(pair_orders(*ARMS, args.pairs)) for c in args.concurrency]
-    result["complete"] = True
+    result |= {"complete": True, "summary": summarise([], args.concurrency)}
     for concurrency, pair, order in progress.over(plan, "pairs"):
-        if not budget.allows(last[concurrency]):
+        if progress.elapsed() + last[concurrency] > args.minutes * 60:
             progress.say(f"pair {pair} at {concurrency} would pass {args.minutes:g} minutes; left out")
             result["complete"] = False
             continue
         before = progress.elapsed()
         for position, name in enumerate(order):
             leg: Leg = {"concurrency": concurrency, "pair": pair, "position": position, "arm": name}
-            leg |= arms[name].ask(
-                do="leg", concurrency=concurrency, length=args.input, output=args.output, seed=1000 * (args.seed + 1) + 100 * pair + concurrency
-            )  # fmt: skip
+            seed = 1_000_000 * (args.seed + 1) + 10_000 * pair + concurrency
+            leg |= arms[name].ask(do="leg", concurrency=concurrency, length=args.input, output=args.output, seed=seed)
             progress.say(f"concurrency {concurrency}, pair {pair}, {name}: {leg['tokens_per_second']:.0f} tok/s in {leg['seconds']:.1f} s")
             result["legs"].append(leg)
             result["summary"] = summarise(result["legs"], args.concurrency)
@@ -202,12 +206,12 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     report.common_arguments(parser, "runs/rollout.json")
-    parser.add_argument("--input", type=int, default=8192, help="prompt tokens (8192)")
-    parser.add_argument("--output", type=int, default=1024, help="generated tokens (1024)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], help="requests at once (1 8 32 64)")
-    parser.add_argument("--step-tokens", type=int, default=8192, help="max_num_batched_tokens of both arms (8192)")
+    parser.add_argument("--input", type=report.positive, default=8192, help="prompt tokens (8192)")
+    parser.add_argument("--output", type=report.positive, default=1024, help="generated tokens (1024)")
+    parser.add_argument("--concurrency", type=report.positive, nargs="+", default=[1, 8, 32, 64], help="requests at once (1 8 32 64)")
+    parser.add_argument("--step-tokens", type=report.positive, default=8192, help="max_num_batched_tokens of both arms (8192)")
     parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm")
-    parser.add_argument("--steps", type=int, default=20, help="decode steps in the profile's window (20)")
+    parser.add_argument("--steps", type=report.positive, default=20, help="decode steps in the profile's window (20)")
     return parser.parse_args(argv)
 
 

@@ -5,32 +5,42 @@ from typing import Any
 
 from benchmarks.profiles import Watch, summary
 
-Generate = Callable[[int, int, int], int]
-"""(requests, tokens to generate for each, seed) -> tokens generated."""
+Ids = list[tuple[int, ...]]
 
 
 def profile_engine(
-    llm: Any, generate: Generate, concurrency: int, length: int, steps: int, spec: dict[str, Any], seed: int, device: str = "cuda"
+    llm: Any,
+    generate: Callable[[Ids, int, int], int],
+    prompts: Callable[[int, int, int], Ids],
+    concurrency: int,
+    length: int,
+    steps: int,
+    step_tokens: int,
+    seed: int,
+    device: str = "cuda",
 ) -> dict[str, Any]:
-    """Each window runs twice, first without the profiler: wall time comes from there."""
-    prefill_steps = -(-concurrency * length // spec["step_tokens"])
+    """generate(prompts, tokens for each, seed); prompts(number, length, seed).
+
+    Each window runs twice, first without the profiler: wall time comes from there.
+    """
+    prefill_steps = -(-concurrency * length // step_tokens)
     # decoding rows take room from prompts, so these take a little longer; requests must last until the window has closed
     start = prefill_steps + prefill_steps // 8 + 12
     output = start + 2 * steps + 16
 
-    generate(1, 1, seed)
-    generate(concurrency, 4, seed + 1)
+    generate(prompts(1, length, seed), 1, seed)
+    generate(prompts(concurrency, length, seed + 1), 4, seed)
     prefill, decode = [], []
     for profiled in (False, True):
-        watch = Watch(device, profiled)
+        watch, asked = Watch(device, profiled), prompts(1, length, seed + 2 + profiled)
         watch.begin()
-        generate(1, 1, seed + 2 + profiled)
+        generate(asked, 1, seed)
         watch.end()
         prefill.append(watch)
     for profiled in (False, True):
         watch = Watch(device, profiled)
         with _window(llm.llm_engine, watch, start, steps):
-            generate(concurrency, output, seed + 4 + profiled)
+            generate(prompts(concurrency, length, seed + 4 + profiled), output, seed)
         decode.append(watch)
     return {"prefill": summary(prefill[0].seconds, prefill[1], 1), "decode": summary(decode[0].seconds, decode[1], steps)}
 

@@ -145,7 +145,7 @@ def commands(llm: Any, generate: Generate, spec: dict[str, Any]) -> Callable[[di
     def profile(concurrency: int, length: int, steps: int, seed: int) -> dict[str, Any]:
         from benchmarks.rollout_profile import profile_engine
 
-        return profile_engine(llm, lambda n, output, s: generate(prompts(n, length, s), output, s), concurrency, length, steps, spec, seed)
+        return profile_engine(llm, generate, prompts, concurrency, length, steps, spec["step_tokens"], seed)
 
     return lambda command: {"leg": leg, "profile": profile}[command.pop("do")](**command)
 

@@ -14,9 +14,10 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.legs import Arm, Budget, Leg, LegError, environment, median, pair_orders, ratio, write_proxy_apart
+from benchmarks.legs import Arm, Leg, LegError, environment, median, pair_orders, ratio, write_proxy_apart
 from benchmarks.packed import step_flops, unequal_lengths
 from benchmarks.profiles import comparison, comparison_table
+from lite.model.registry import family
 
 MEASURED_LIMIT = 790e12  # FLOP/s of one large bf16 matrix product of random data on an H200, the fastest seen
 OTHERS = ("native", "transformers")
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         folder = args.model or Path(scratch) / "proxy"
         dtype = "bf16" if args.device == "cuda" else "fp32"
         if args.model is None:
+            family(args.family)
             progress.say(f"writing a {args.family} proxy of {args.layers} layers")
             write_proxy_apart(
                 args.family, folder, geometry=args.geometry, layers=args.layers, seed=args.seed,
@@ -74,7 +76,6 @@ ENVIRONMENT: dict[str, dict[str, str | None]] = {
 
 
 def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result: dict[str, Any], progress: Any) -> None:
-    budget = Budget(args.minutes)
     plan = [
         (tokens, other, pair, order)
         for pair in range(args.pairs)
@@ -83,10 +84,12 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
         for order in [pair_orders("exact", other, args.pairs)[pair]]
     ]
     last: dict[tuple[int, str], float] = {}
+    result |= {"complete": True, "summary": summarise([], args.tokens, args.against)}
     for tokens, other, pair, order in progress.over(plan, "pairs"):
-        if not budget.allows(last.get((tokens, other), 0.0)):
-            progress.say(f"{args.minutes:g} minutes are used up; ending with what there is")
-            break
+        if progress.elapsed() + last.get((tokens, other), 0.0) > args.minutes * 60:
+            progress.say(f"pair {pair} of {tokens} tokens against {other} would pass {args.minutes:g} minutes; left out")
+            result["complete"] = False
+            continue
         before = progress.elapsed()
         for position, name in enumerate(order):
             leg: Leg = {"tokens": tokens, "against": other, "pair": pair, "position": position, "arm": name}
@@ -94,7 +97,8 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
                 leg |= arms[name].ask(do="leg", tokens=tokens, count=args.steps, warmup=args.warmup)
                 flops = step_flops(config, unequal_lengths(tokens, args.longest, args.seed), leg["rows_scored"])
                 rate = flops["total"] / leg["seconds"]
-                leg |= {"flops": flops, "tflops": rate / 1e12, "of_limit": rate / MEASURED_LIMIT, "tokens_per_second": tokens / leg["seconds"]}
+                leg |= {"flops": flops, "tflops": rate / 1e12, "of_limit": rate / MEASURED_LIMIT}
+                leg["tokens_per_second"] = tokens / leg["seconds"]
                 progress.say(f"{tokens} tokens, pair {pair}, {name}: {leg['seconds'] * 1e3:.1f} ms")
             except LegError as error:
                 leg["error"] = str(error)
@@ -181,10 +185,10 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     report.common_arguments(parser, "runs/train_step.json")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="packed tokens a step")
-    parser.add_argument("--longest", type=int, default=4096, help="longest sequence; lengths vary from an eighth of it")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a leg")
-    parser.add_argument("--warmup", type=int, default=2, help="untimed steps before them")
+    parser.add_argument("--tokens", type=report.positive, nargs="+", default=[8192, 32768], help="packed tokens a step")
+    parser.add_argument("--longest", type=report.positive, default=4096, help="longest sequence; lengths vary from an eighth of it")
+    parser.add_argument("--steps", type=report.positive, default=5, help="timed steps a leg")
+    parser.add_argument("--warmup", type=report.positive, default=2, help="untimed steps before them")
     parser.add_argument("--against", nargs="+", choices=OTHERS, default=list(OTHERS))
     parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm")
     parser.add_argument("--transformers-attention", choices=("flash", "sdpa"), default="flash", help="torch's packed flash, or its SDPA")
