@@ -16,8 +16,9 @@ from lite.acceptance.receipt import write_json as write
 from lite.errors import InputError
 from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
+from lite.primitive.ckpt.safetensors_files import read_json
 
-__all__ = ["Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive", "show", "write"]
+__all__ = ["Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive", "show", "summary_of", "write"]
 
 
 def positive(text: str) -> int:
@@ -101,6 +102,14 @@ def number(value: float | None, spec: str) -> str:
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+
+
+def summary_of(file: Path) -> list[dict[str, Any]]:
+    """Of an earlier run's JSON."""
+    found = read_json(file)
+    if "summary" not in found:
+        raise InputError(file, "holds no legs", "name the JSON of a run without --profile")
+    return found["summary"]
 
 
 def figure(out: Path, columns: int, paint: Callable[[list[Any]], None]) -> None:

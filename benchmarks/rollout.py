@@ -5,7 +5,6 @@
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     result = new_result(args)
     with tempfile.TemporaryDirectory() as scratch, report.Progress(args.out) as progress:
-        folder = args.model or Path(scratch) / "proxy"
+        folder = (args.model or Path(scratch) / "proxy").resolve()  # workers run elsewhere
         if args.model is None:
             family(args.family)
             progress.say(f"writing a {args.family} proxy of {args.layers} layers")
@@ -177,7 +176,7 @@ def _profile(args: argparse.Namespace, arms: dict[str, Arm], result: dict[str, A
 
 
 def _draw(file: Path) -> int:
-    draw(file, json.loads(file.read_text())["summary"])
+    draw(file, report.summary_of(file))
     return 0
 
 

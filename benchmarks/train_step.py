@@ -5,7 +5,6 @@
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         "legs": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch, report.Progress(args.out) as progress:
-        folder = args.model or Path(scratch) / "proxy"
+        folder = (args.model or Path(scratch) / "proxy").resolve()  # workers run elsewhere
         dtype = "bf16" if args.device == "cuda" else "fp32"
         if args.model is None:
             family(args.family)
@@ -163,7 +162,7 @@ def _profile(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
 
 
 def _draw(file: Path) -> int:
-    draw(file, json.loads(file.read_text())["summary"])
+    draw(file, report.summary_of(file))
     return 0
 
 

@@ -118,6 +118,13 @@ def test_an_unknown_family_is_one_line_and_exit_2(tmp_path, capsys):
     assert "qwen9" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_file_without_legs_cannot_be_drawn(tmp_path, capsys):
+    (tmp_path / "p.json").write_text('{"profile": {}}')
+    for file, says in (("p.json", "holds no legs"), ("none.json", "no such file")):
+        assert train_step.main(["--draw", str(tmp_path / file)]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_numbers_must_be_positive(capsys):
     with pytest.raises(SystemExit) as stopped:
         train_step.main(["--tokens", "0"])
