@@ -18,7 +18,10 @@ from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.safetensors_files import read_json
 
-__all__ = ["Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive", "show", "summary_of", "write"]
+__all__ = [
+    "Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive",
+    "show", "summary_of", "write",
+]  # fmt: skip
 
 
 def positive(text: str) -> int:

@@ -170,7 +170,7 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
     """Time and memory ratios by size and opponent, beside the JSON."""
 
     def paint(axes: list[Any]) -> None:
-        labels = [f"{row['tokens'] // 1024}k\n{row['against']}" for row in rows]
+        labels = [f"{row['tokens']:,}\n{row['against']}" for row in rows]
         for axis, value in zip(axes, ("time", "memory"), strict=True):
             axis.bar(labels, [row[value]["median"] or 0 for row in rows], color="#4477aa")
             for x, row in enumerate(rows):
