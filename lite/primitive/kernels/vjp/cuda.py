@@ -5,6 +5,8 @@ What is not a product of matrices is torch.py's. Products are `torch.mm` with `o
 backward is FlashAttention 2's as ATen ships it, in its deterministic order, from the visible forward's output and lse.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -51,15 +53,19 @@ def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     return {"q": dq, "k": dk, "v": dv}
 
 
-class _deterministic:  # noqa: N801  (a context manager, used as one)
-    """ATen's flash backward adds dq in a fixed order only where the process asks for deterministic algorithms."""
-
-    def __enter__(self) -> None:
-        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True)
-
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """ATen's flash backward adds dq in a fixed order only where the process asks for deterministic algorithms; filling its empty outputs
+    with NaN, which comes with that, would only cost time."""
+    asked, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:

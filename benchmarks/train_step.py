@@ -1,0 +1,199 @@
+"""Forward and backward of one packed batch: exact against native and against transformers, on one GPU.
+
+    python -m benchmarks.train_step --out runs/train_step.json
+    python -m benchmarks.train_step --profile --out runs/train_profile.json
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.legs import Arm, Leg, LegError, environment, median, pair_orders, ratio, write_proxy_apart
+from benchmarks.packed import step_flops, unequal_lengths
+from benchmarks.profiles import comparison, comparison_table
+from lite.model.registry import family
+
+MEASURED_LIMIT = 790e12  # FLOP/s of one large bf16 matrix product of random data on an H200, the fastest seen
+OTHERS = ("native", "transformers")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    return report.guarded(lambda: _draw(args.draw) if args.draw else run(args), needs_cuda=args.device == "cuda" and not args.draw)
+
+
+def run(args: argparse.Namespace) -> int:
+    result: dict[str, Any] = {
+        "benchmark": "train_step", "environment": environment(sys.argv), "arguments": report.plain(args), "finished": False,
+        "definitions": {
+            "flops": step_flops.__doc__, "measured_limit_flops": MEASURED_LIMIT, "loss": "minus the mean logprob of the response tokens",
+            "seconds": "of one forward and backward, mean over --steps", "peak_bytes": "allocated at most, weights and gradients included",
+        },
+        "legs": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch, report.Progress(args.out) as progress:
+        folder = (args.model or Path(scratch) / "proxy").resolve()  # workers run elsewhere
+        dtype = "bf16" if args.device == "cuda" else "fp32"
+        if args.model is None:
+            family(args.family)
+            progress.say(f"writing a {args.family} proxy of {args.layers} layers")
+            write_proxy_apart(
+                args.family, folder, geometry=args.geometry, layers=args.layers, seed=args.seed,
+                dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype],
+            )  # fmt: skip
+        config = report.model_config(folder)
+        kernels = args.attention if args.device == "cuda" else "reference"
+        spec = {
+            "folder": str(folder), "device": args.device, "dtype": dtype, "longest": args.longest, "vocab_size": config.vocab_size,
+            "seed": args.seed, "kernels": kernels, "attention": args.transformers_attention,
+        }  # fmt: skip
+        arms = {
+            name: Arm(name, "benchmarks.train_worker", spec | {"arm": name}, progress.log(name), ENVIRONMENT[name])
+            for name in ("exact", *args.against)
+        }
+        try:
+            progress.say(f"starting {', '.join(arms)}")
+            result["arms"] = {name: arm.reply(args.start_timeout) for name, arm in arms.items()}
+            work = _profile if args.profile else _measure
+            work(args, config, arms, result, progress)
+        finally:
+            for arm in arms.values():
+                arm.close()
+    return 0 if result["finished"] else 1
+
+
+# the exact arm's mode is on before anything of its process imports vllm, and off in the others
+ENVIRONMENT: dict[str, dict[str, str | None]] = {
+    "exact": {"VLLM_BATCH_INVARIANT": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    **{name: {"VLLM_BATCH_INVARIANT": None, "CUBLAS_WORKSPACE_CONFIG": None, "HF_HUB_OFFLINE": "1"} for name in OTHERS},
+}
+
+
+def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result: dict[str, Any], progress: Any) -> None:
+    plan = [
+        (tokens, other, pair, order)
+        for pair in range(args.pairs)
+        for tokens in args.tokens
+        for other in args.against
+        for order in [pair_orders("exact", other, args.pairs)[pair]]
+    ]
+    last: dict[tuple[int, str], float] = {}
+    result |= {"complete": True, "summary": summarise([], args.tokens, args.against)}
+    for tokens, other, pair, order in progress.over(plan, "pairs"):
+        if progress.elapsed() + last.get((tokens, other), 0.0) > args.minutes * 60:
+            progress.say(f"pair {pair} of {tokens} tokens against {other} would pass {args.minutes:g} minutes; left out")
+            result["complete"] = False
+            continue
+        before = progress.elapsed()
+        for position, name in enumerate(order):
+            leg: Leg = {"tokens": tokens, "against": other, "pair": pair, "position": position, "arm": name}
+            try:
+                leg |= arms[name].ask(do="leg", tokens=tokens, count=args.steps, warmup=args.warmup)
+                flops = step_flops(config, unequal_lengths(tokens, args.longest, args.seed), leg["rows_scored"])
+                rate = flops["total"] / leg["seconds"]
+                leg |= {"flops": flops, "tflops": rate / 1e12, "of_limit": rate / MEASURED_LIMIT}
+                leg["tokens_per_second"] = tokens / leg["seconds"]
+                progress.say(f"{tokens} tokens, pair {pair}, {name}: {leg['seconds'] * 1e3:.1f} ms")
+            except LegError as error:
+                leg["error"] = str(error)
+                progress.say(str(error))
+                if error.dead:
+                    raise
+            result["legs"].append(leg)
+            result["summary"] = summarise(result["legs"], args.tokens, args.against)
+            report.write(args.out, result)
+        last[tokens, other] = progress.elapsed() - before
+    result["finished"] = True
+    report.write(args.out, result)
+    report.show(_table(result["summary"]))
+    draw(args.out, result["summary"])
+
+
+def summarise(legs: list[Leg], sizes: list[int], others: list[str]) -> list[dict[str, Any]]:
+    """A row a size and opponent: exact / other within each pair, above 1 where exact is slower or larger."""
+    rows = []
+    for tokens in sizes:
+        for other in others:
+            own = [leg for leg in legs if leg["tokens"] == tokens and leg["against"] == other]
+            values = ("seconds", "peak_bytes", "tokens_per_second", "tflops", "of_limit", "loss")
+            rows.append({
+                "tokens": tokens, "against": other,
+                "time": ratio(own, "exact", other, "seconds"), "memory": ratio(own, "exact", other, "peak_bytes"),
+                **{name: {value: median(own, name, value) for value in values} for name in ("exact", other)},
+            })  # fmt: skip
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="exact / other, medians of pairs (above 1: exact is slower, or needs more memory)", title_justify="left")
+    for column in ("tokens", "against", "time", "each pair", "memory", "exact tok/s", "other tok/s", "exact TFLOP/s", "of limit", "losses"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        exact, other = row["exact"], row[row["against"]]
+        each = " ".join(f"{value:.2f}" for value in row["time"]["pairs"])
+        table.add_row(
+            str(row["tokens"]), row["against"], report.number(row["time"]["median"], ".2f"), each,
+            report.number(row["memory"]["median"], ".2f"),
+            report.number(exact["tokens_per_second"], ",.0f"), report.number(other["tokens_per_second"], ",.0f"),
+            report.number(exact["tflops"], ".0f"), report.number(exact["of_limit"], ".0%"),
+            f"{report.number(exact['loss'], '.4f')} {report.number(other['loss'], '.4f')}",
+        )  # fmt: skip
+    return table
+
+
+def _profile(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result: dict[str, Any], progress: Any) -> None:
+    """Of every arm at the first size; the table compares exact with whichever is fastest, the worst ratio."""
+    tokens = args.tokens[0]
+    result["profile"] = {"tokens": tokens, "arms": {}}
+    for name, arm in progress.over(list(arms.items()), "profiles"):
+        result["profile"]["arms"][name] = arm.ask(do="profile", tokens=tokens, count=args.steps)
+        report.write(args.out, result)
+    sides = result["profile"]["arms"]
+    fastest = min(args.against, key=lambda name: sides[name]["wall_ms"])
+    result["profile"] |= {"against": fastest, "comparison": comparison(sides["exact"], sides[fastest])}
+    result["finished"] = True
+    report.write(args.out, result)
+    report.show(comparison_table(f"{tokens} tokens", "exact", fastest, sides))
+
+
+def _draw(file: Path) -> int:
+    draw(file, report.summary_of(file))
+    return 0
+
+
+def draw(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Time and memory ratios by size and opponent, beside the JSON."""
+
+    def paint(axes: list[Any]) -> None:
+        labels = [f"{row['tokens']:,}\n{row['against']}" for row in rows]
+        for axis, value in zip(axes, ("time", "memory"), strict=True):
+            axis.bar(labels, [row[value]["median"] or 0 for row in rows], color="#4477aa")
+            for x, row in enumerate(rows):
+                axis.plot([x] * len(row[value]["pairs"]), row[value]["pairs"], "k.", ms=4)
+            axis.axhline(1, color="0.5", lw=0.8)
+            axis.set_ylabel(f"{value}: exact / other")
+
+    report.figure(out, 2, paint)
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    report.common_arguments(parser, "runs/train_step.json")
+    parser.add_argument("--tokens", type=report.positive, nargs="+", default=[8192, 32768], help="packed tokens a step")
+    parser.add_argument("--longest", type=report.positive, default=4096, help="longest sequence; lengths vary from an eighth of it")
+    parser.add_argument("--steps", type=report.positive, default=5, help="timed steps a leg")
+    parser.add_argument("--warmup", type=report.positive, default=2, help="untimed steps before them")
+    parser.add_argument("--against", nargs="+", choices=OTHERS, default=list(OTHERS))
+    parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm")
+    parser.add_argument("--transformers-attention", choices=("flash", "sdpa"), default="flash", help="torch's packed flash, or its SDPA")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the program, with reference kernels")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
