@@ -111,9 +111,13 @@ class VllmEngine:
         from lite.vllm_plugin import handshake
 
         found = self.llm.collective_rpc(handshake)
+        asked = {
+            "attention": [self.attention], "batch_invariant": True, "prefix_caching": False, "compilation_mode": 0,
+            "graphs": {"eager": "NONE", "full_decode": "FULL_DECODE_ONLY"}[self.graphs], "runner": "vllm.v1.worker.gpu_model_runner",
+        }  # fmt: skip
         for answer in found:
-            if answer["attention"] != [self.attention] or not answer["batch_invariant"] or answer["prefix_caching"]:
-                raise InputError("vllm worker", f"runs {answer}", f"it was asked for {self.attention} in batch-invariant mode")
+            if answer | asked != answer:
+                raise InputError("vllm worker", f"runs {answer}", f"it was asked for {asked}")
         return found
 
     @property

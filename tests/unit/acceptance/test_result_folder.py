@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lite.acceptance.prove import LOCK, _claimed
+from lite.acceptance.result_folder import LOCK, claimed
 from lite.acceptance.proxy import write_proxy
 from lite.errors import InputError
 from tests.unit.acceptance.test_prove import SMALL, mlite
@@ -50,9 +50,9 @@ def test_what_a_killed_run_left_does_not_block_the_next(earlier, monkeypatch):
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with _claimed(tmp_path / "run"), pytest.raises(InputError, match="another run"), _claimed(tmp_path / "run"):
+    with claimed(tmp_path / "run"), pytest.raises(InputError, match="another run"), claimed(tmp_path / "run"):
         pass
-    with _claimed(tmp_path / "run"):
+    with claimed(tmp_path / "run"):
         assert (tmp_path / "run" / LOCK).exists()
 
 

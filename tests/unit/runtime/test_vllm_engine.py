@@ -444,3 +444,34 @@ def test_pages_that_do_not_would_be_seen() -> None:
     flip(values[int(table[4, 2])], 0)
     assert unfaithful(k, v, LENGTHS, 16, (keys, values, table, found)) == ["v of 4"]
     assert unfaithful(k, v, LENGTHS, 16, (keys, values, table, found + 1))[0] == "lengths"
+
+
+# The handshake against what was asked for.
+
+ASKED = {
+    "attention": ["FLASH_ATTN"], "batch_invariant": True, "prefix_caching": False, "compilation_mode": 0, "graphs": "FULL_DECODE_ONLY",
+    "runner": "vllm.v1.worker.gpu_model_runner", "page": 16, "vllm": "0.26.0",
+}  # fmt: skip
+
+
+def handshakes(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    engine = object.__new__(VllmEngine)
+    engine.llm = SimpleNamespace(collective_rpc=lambda function: [answer])
+    engine.attention, engine.graphs = "FLASH_ATTN", "full_decode"
+    return engine._handshakes()
+
+
+def test_a_worker_that_runs_what_was_asked_is_taken() -> None:
+    assert handshakes(ASKED) == [ASKED]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"attention": ["TRITON_ATTN"]}, {"attention": ["FLASH_ATTN", "TRITON_ATTN"]}, {"batch_invariant": False}, {"prefix_caching": True},
+        {"compilation_mode": 3}, {"graphs": "NONE"}, {"graphs": "FULL_AND_PIECEWISE"}, {"runner": "vllm.v1.worker.gpu.model_runner"},
+    ],
+)  # fmt: skip
+def test_a_worker_that_runs_something_else_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="it was asked for"):
+        handshakes(ASKED | other)
