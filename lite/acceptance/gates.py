@@ -59,7 +59,7 @@ GATES: tuple[Gate, ...] = (
     _prove("qwen3-flash-eager", "Layers of Qwen3-8B's size are exact with FlashAttention.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH),
     _prove("qwen3-flash-graphs", "With FlashAttention and CUDA graphs, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
     _prove("qwen3-triton-eager", "With vLLM's Triton attention, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON),
-    _prove("qwen3-triton-graphs", "With Triton attention and CUDA graphs, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON, FULL_DECODE),
+    _prove("qwen3-triton-graphs", "With both of these, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON, FULL_DECODE),
     _prove("qwen3-flash-plugin-off", "vLLM's own batch-invariant mode is not enough: the plugin is what makes it exact.",
            QWEN3, "--plugin off", FLASH, "--groups 12 --samples 4 --response-tokens 64 --prompt-tokens 1:700",
            expected="fail", differs_at="theta0 theta1 theta2",
