@@ -149,7 +149,7 @@ def gates(
         chosen = [gate for gate in chosen if found[gate.name]]
     if not gpu or not chosen:
         lost = orphans(checkout)
-        typer.echo("\n".join(listing({gate.name: found[gate.name] for gate in chosen}, lost)))
+        typer.echo("\n".join(listing(chosen, found, lost)))
         line = "NOTHING WAS RUN: " + ("no gate is stale" if not chosen else "--gpu runs the gates")
         _finish({"status": "inconclusive", "evidence_lacks": found, "orphans": lost}, json_file, line)
     _run_gates(chosen, out, checkout, jobs, json_file)

@@ -89,11 +89,12 @@ def heavy_imports_stay_home(root: Path) -> list[str]:
 
 
 def families_are_named_in_models_only(root: Path) -> list[str]:
-    """No `if model == ...` outside lite/model: shared code asks for a capability. Docstrings may tell of families."""
+    """No `if model == ...` outside lite/model: shared code asks for a capability. Docstrings may tell of families, and so may the list
+    of gates, which is data."""
     names = set(model_families(root))
     found = []
     for file, tree in sources(root):
-        if file.startswith("model/"):
+        if file.startswith("model/") or file == "acceptance/gates.py":
             continue
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):

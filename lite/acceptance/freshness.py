@@ -73,10 +73,10 @@ def orphans(checkout: Path, gates: Iterable[Gate] = GATES) -> list[str]:
     return sorted(path.name for path in (checkout / EVIDENCE).glob("*.json") if path.name not in known)
 
 
-def listing(found: dict[str, str], lost: Iterable[str]) -> list[str]:
+def listing(gates: Iterable[Gate], found: dict[str, str], lost: Iterable[str]) -> list[str]:
     """A line for each gate, by what its receipt lacks, and for each orphan."""
     return [
-        *(f"stale   {name}: {why}" if why else f"fresh   {name}" for name, why in found.items()),
+        *(f"stale   {g.name} ({found[g.name]}): {g.shows}" if found[g.name] else f"fresh   {g.name}: {g.shows}" for g in gates),
         *(f"orphan  {EVIDENCE}/{name}: no gate of that name" for name in lost),
     ]
 
@@ -84,5 +84,5 @@ def listing(found: dict[str, str], lost: Iterable[str]) -> list[str]:
 if __name__ == "__main__":
     here = Path.cwd()
     state = evidence_lacks(GATES, here)
-    print(*listing(state, orphans(here)), sep="\n")
+    print(*listing(GATES, state, orphans(here)), sep="\n")
     print(f"evidence: {sum(map(bool, state.values()))} of {len(state)} gates are stale; on a GPU `mlite gates --gpu --stale` runs those")

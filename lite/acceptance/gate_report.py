@@ -15,7 +15,7 @@ def ending(outcome: Outcome) -> str:
     """One line: how a gate ended."""
     if outcome.seconds is None:
         return f"{outcome.found}, as expected; an earlier call ran it and no source has changed, so it is not run again"
-    return f"{outcome.seconds:.0f} s: {outcome.found}, " + (f"NOT as expected: {outcome.why}" if outcome.why else "as expected")
+    return f"{outcome.seconds:.0f} s: " + (f"NOT as expected: {outcome.why}" if outcome.why else f"{outcome.found}, as expected")
 
 
 def table(outcomes: Sequence[Outcome], seconds: float) -> Table:

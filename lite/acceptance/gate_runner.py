@@ -80,7 +80,11 @@ def run_gates(gates: Sequence[Gate], out: Path, checkout: Path, events: Events, 
 
 
 def check_installed(checkout: Path) -> None:
-    """InputError unless the package that the commands will load is the one in checkout: their receipts would be stale from the start."""
+    """InputError unless checkout is whole and the package that the commands will load is its own: their receipts would be stale from
+    the start."""
+    for folder in ("lite", "tests/gpu"):
+        if not (checkout / folder).is_dir():
+            raise InputError(checkout, f"has no {folder}/ and is no checkout", "run this in a checkout of the project")
     code = "import lite; print(lite.__file__)"
     asked = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     if asked.returncode:
@@ -161,5 +165,5 @@ class _Process:
         return seconds
 
     def last_line(self) -> str:
-        lines = self.log.read_text(errors="replace").split("\n")
+        lines = self.log.read_text(errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "no output")

@@ -47,7 +47,7 @@ FLASH, TRITON, FULL_DECODE = "--attention FLASH_ATTN", "--attention TRITON_ATTN"
 
 GATES: tuple[Gate, ...] = (
     _prove("smollm2-triton-eager", "A trained model is exact up to its context's end.", SMOLLM2, LOAD, "--prompt-tokens 1:8032", TRITON),
-    _prove("smollm2-triton-graphs-t0.6", "It is exact with CUDA graphs and at another temperature.",
+    _prove("smollm2-triton-graphs-t0.6", "It is exact with CUDA graphs and another temperature, too.",
            SMOLLM2, LOAD, "--prompt-tokens 1:3000", TRITON, FULL_DECODE, "--temperature 0.6"),
     _prove("smollm2-flash-refused", "FlashAttention at head size 64 is refused before anything is generated.",
            SMOLLM2, LOAD, "--prompt-tokens 1:64", FLASH, expected="inconclusive",
@@ -57,9 +57,9 @@ GATES: tuple[Gate, ...] = (
     _prove("smollm2-one-ulp", "One bit of one token is seen at every policy.",
            SMOLLM2, SMALL_LOAD, "--plant one-ulp", expected="fail", differs_at="theta0 theta1 theta2"),
     _prove("qwen3-flash-eager", "Layers of Qwen3-8B's size are exact with FlashAttention.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH),
-    _prove("qwen3-flash-graphs", "So they are with CUDA graphs.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
-    _prove("qwen3-triton-eager", "So they are with vLLM's Triton attention.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON),
-    _prove("qwen3-triton-graphs", "So they are with both.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON, FULL_DECODE),
+    _prove("qwen3-flash-graphs", "With FlashAttention and CUDA graphs, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
+    _prove("qwen3-triton-eager", "With vLLM's Triton attention, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON),
+    _prove("qwen3-triton-graphs", "With both of these, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON, FULL_DECODE),
     _prove("qwen3-flash-plugin-off", "vLLM's own batch-invariant mode is not enough: the plugin is what makes it exact.",
            QWEN3, "--plugin off", FLASH, "--groups 12 --samples 4 --response-tokens 64 --prompt-tokens 1:700",
            expected="fail", differs_at="theta0 theta1 theta2",

@@ -133,7 +133,7 @@ def test_the_listing_names_every_gate_and_never_fails_the_build(checkout):
     done = subprocess.run([sys.executable, "-m", "lite.acceptance.freshness"], cwd=checkout, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("stale")] == [f"stale   {gate.name}: no receipt" for gate in GATES]
+    assert [line for line in lines if line.startswith("stale")] == [f"stale   {gate.name} (no receipt): {gate.shows}" for gate in GATES]
     assert len([line for line in lines if line.startswith("orphan")]) == 3
     assert lines[-1].startswith(f"evidence: {len(GATES)} of {len(GATES)} gates are stale")
 
@@ -173,7 +173,8 @@ def test_without_gpu_the_gates_are_listed_loudly_and_nothing_is_run(checkout, mo
     (checkout / "lite" / "a.py").write_text("changed")
     assert mlite(monkeypatch, "gates", "--json", "r.json") == 2
     out = capsys.readouterr().out
-    assert "stale   one: 1 of 1 sources changed" in out and "fresh   two" in out and out.splitlines()[-1].startswith("NOTHING WAS RUN")
+    assert "stale   one (1 of 1 sources changed, lite/a.py first)" in out and "fresh   two" in out
+    assert out.splitlines()[-1].startswith("NOTHING WAS RUN")
     assert json.loads((checkout / "r.json").read_text())["evidence_lacks"]["two"] == ""
     assert mlite(monkeypatch, "gates", "--stale") == 2
     assert "fresh" not in capsys.readouterr().out

@@ -200,6 +200,9 @@ def test_a_package_that_is_not_this_checkout_is_refused_by_the_file(tmp_path, mo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     check_installed(ROOT)
     (tmp_path / "lite").mkdir()
+    with pytest.raises(InputError, match="has no tests/gpu/"):
+        check_installed(tmp_path)
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
     (tmp_path / "lite" / "errors.py").write_bytes((ROOT / "lite" / "errors.py").read_bytes() + b"\n")
     with pytest.raises(InputError, match=r"differs from this checkout in lite/errors\.py"):
         check_installed(tmp_path)
@@ -237,6 +240,8 @@ def test_the_command_exits_by_what_ended_otherwise_and_names_it(place, on_a_gpu,
 
 def test_a_proof_runs_as_a_gate_and_its_receipt_names_no_path_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "lite").mkdir()
+    (tmp_path / "lite" / "__init__.py").write_text("raise ImportError('what lies in --out is no package')")
     gate = Gate("tiny", "", ("mlite", "prove", "--proxy", "llama", *SMALL, "--updates", "0", "--out", "tiny"))
     (outcome,) = run_gates([gate], tmp_path, ROOT, Told())
     assert not outcome.why

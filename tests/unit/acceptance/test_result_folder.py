@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from lite.acceptance.result_folder import LOCK, claimed
 from lite.acceptance.proxy import write_proxy
+from lite.acceptance.result_folder import LOCK, claimed
 from lite.errors import InputError
 from tests.unit.acceptance.test_prove import SMALL, mlite
 

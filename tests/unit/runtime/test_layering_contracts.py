@@ -58,6 +58,8 @@ PLANTED: dict[Rule, list[tuple[str, str, bool]]] = {
         ("runtime/runtime.py", f"def f():\n    '''Found on {FAMILY}.'''", False),
         ("runtime/runtime.py", "rule = 'llama3'  # a rotary rule's name in checkpoints, whoever uses it", False),
         (f"model/{FAMILY}/model.py", f"name = '{FAMILY}'", False),
+        ("acceptance/gates.py", f"PROXY = '--proxy {FAMILY}'", False),
+        ("acceptance/gate_runner.py", f"PROXY = '--proxy {FAMILY}'", True),
     ],
     layering.no_writes_through_data: [
         ("runtime/weights.py", "def f(p, x): p.data = x", True),
