@@ -74,7 +74,8 @@ def test_norms_agree_with_the_reference(H: int) -> None:
 
 
 def test_a_row_of_a_norm_has_the_same_bits_in_any_company() -> None:
-    x, residual, weight = torch.randn(9, 1100), torch.randn(9, 1100), 1 + 0.1 * torch.randn(1100)
+    """Long rows, and several: another order of the sum moves the reciprocal root of only one in four of them."""
+    x, residual, weight = torch.randn(12, 3000), torch.randn(12, 3000), 1 + 0.1 * torch.randn(3000)
     assert row_violations(lambda a, b: triton_set.add_rms_norm(a, b, weight, 1e-5), x, residual) == []
 
 
