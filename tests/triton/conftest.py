@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 IN_TIER = Path(sys.prefix).name == ".venv-triton"
 STOCK: dict[str, Any] = {}  # what `prepare` replaced
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
