@@ -69,7 +69,7 @@ def arm_environment(name: str, in_process: bool) -> dict[str, str | None]:
     """Set before the worker starts, so before it imports vllm. Only a profile takes stock's engine process away from it."""
     common: dict[str, str | None] = {
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process or name == "exact" else None,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else None,
     }  # fmt: skip
     inherited = (
         "VLLM_BATCH_INVARIANT", "MLITE_EXACT", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER", "CUBLAS_WORKSPACE_CONFIG",

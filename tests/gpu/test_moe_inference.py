@@ -36,7 +36,7 @@ def engine(tmp_path_factory):
     llm = build_llm(
         folder, plugin=True, attention="FLASH_ATTN", graphs="full_decode", max_model_len=LONGEST + RESPONSE + 1,
         max_num_batched_tokens=WHOLE, max_num_seqs=256, logprobs_mode="raw_logprobs", kv_cache_memory_bytes=12 << 30,
-        scheduler_cls=counting_scheduler(counters, lambda tokens: None),
+        async_scheduling=True, scheduler_cls=counting_scheduler(counters, lambda tokens: None, asynchronous=True),
     )  # fmt: skip
     return llm, counters
 

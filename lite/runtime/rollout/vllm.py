@@ -16,15 +16,15 @@ from lite.primitive.ckpt.spec import parts
 from lite.primitive.compare import bits
 from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
 
-# one process, so that the trainer shares the device; functions may be sent to the worker; nothing is fetched or reported
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+# functions may be sent to the worker; nothing is fetched or reported
+ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def prepare_environment(plugin: bool) -> None:
-    """Must run before anything imports vllm: it reads some of these when its modules load."""
+def prepare_environment(plugin: bool, in_process: bool = True) -> None:
+    """Must run before anything imports vllm: it reads some of these when its modules load. in_process: the engine lives in this process,
+    so that a trainer shares its device."""
     os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if plugin:
         os.environ["MLITE_EXACT"] = "1"
@@ -32,10 +32,12 @@ def prepare_environment(plugin: bool) -> None:
         os.environ.pop("MLITE_EXACT", None)
 
 
-def build_llm(folder: Path, *, plugin: bool, attention: str, graphs: str, **options: Any) -> Any:
-    """vLLM's own `LLM` of a checkpoint in this process, in batch-invariant mode: eager or with graphs of decode steps, never compiled,
-    without prefix cache or asynchronous scheduling. options: more of `LLM`'s arguments."""
-    prepare_environment(plugin)
+def build_llm(
+    folder: Path, *, plugin: bool, attention: str, graphs: str, in_process: bool = True, async_scheduling: bool = False, **options: Any
+) -> Any:
+    """vLLM's own `LLM` of a checkpoint in batch-invariant mode: eager or with graphs of decode steps, never compiled, without prefix
+    cache. options: more of `LLM`'s arguments."""
+    prepare_environment(plugin, in_process)
     from vllm import LLM
 
     eager = graphs == "eager"
@@ -48,7 +50,7 @@ def build_llm(folder: Path, *, plugin: bool, attention: str, graphs: str, **opti
         attention_backend=attention,
         enable_prefix_caching=False,
         enable_flashinfer_autotune=False,
-        async_scheduling=False,
+        async_scheduling=async_scheduling,
         gpu_memory_utilization=0.3,
         seed=0,
         **options,
@@ -253,11 +255,12 @@ def _rotary_tables(worker: Any) -> list[Tensor]:
     return list({table.data_ptr(): table for table in tables}.values())
 
 
-def counting_scheduler(counters: RolloutCounters, on_tokens: Callable[[int], None]) -> type:
+def counting_scheduler(counters: RolloutCounters, on_tokens: Callable[[int], None], asynchronous: bool = False) -> type:
     """vLLM's scheduler, telling the counters what it schedules, and on_tokens how many tokens each step samples."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    class CountingScheduler(Scheduler):
+    class CountingScheduler(AsyncScheduler if asynchronous else Scheduler):  # type: ignore[misc]
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             step = super().schedule(*args, **kwargs)
             decoding, cut, sampling = [], 0, 0
@@ -266,7 +269,7 @@ def counting_scheduler(counters: RolloutCounters, on_tokens: Callable[[int], Non
                 before = request.num_computed_tokens - new
                 decoding.append(before >= request.num_prompt_tokens)
                 cut += before == 0 and new < request.num_prompt_tokens
-                sampling += request.num_computed_tokens >= request.num_tokens
+                sampling += not request.is_prefill_chunk
             counters.rows_max_in_batch = max(counters.rows_max_in_batch, step.total_num_scheduled_tokens)
             counters.chunked_prefills += cut
             counters.mixed_batches += any(decoding) and not all(decoding)

@@ -82,7 +82,8 @@ class FakeScheduler:
 
     def __init__(self, prompts: dict[str, int], steps: list[dict[str, Any]]):
         self.requests = {
-            name: SimpleNamespace(num_prompt_tokens=n, num_tokens=n, num_computed_tokens=0) for name, n in prompts.items()
+            name: SimpleNamespace(num_prompt_tokens=n, num_tokens=n, num_computed_tokens=0, is_prefill_chunk=True)
+            for name, n in prompts.items()
         }
         self.steps = list(steps)
         self.sampling: list[Any] = []
@@ -96,7 +97,9 @@ class FakeScheduler:
         scheduled: dict[str, int] = step["tokens"]
         for name, new in scheduled.items():
             self.requests[name].num_computed_tokens += new if self.advances else 0
-        self.sampling = [r for r in (self.requests[name] for name in scheduled) if r.num_computed_tokens >= r.num_tokens]
+        for request in (self.requests[name] for name in scheduled):
+            request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
+        self.sampling = [r for r in (self.requests[name] for name in scheduled) if not r.is_prefill_chunk]
         new_requests = [SimpleNamespace(req_id=name) for name in step.get("new", ())]
         return SimpleNamespace(
             num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()), scheduled_new_reqs=new_requests
@@ -105,6 +108,10 @@ class FakeScheduler:
     def _preempt_request(self, request: Any, timestamp: float) -> str:
         request.num_computed_tokens = 0
         return "base"
+
+
+class FakeAsyncScheduler(FakeScheduler):
+    """The subclass that vLLM asks for where it schedules ahead."""
 
 
 class FakeLLM:
@@ -124,10 +131,12 @@ class FakeLLM:
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.core.sched.scheduler"):
+    sched = "vllm.v1.core.sched"
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", sched, f"{sched}.scheduler", f"{sched}.async_scheduler"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm"].LLM = FakeLLM  # type: ignore[attr-defined]
-    sys.modules["vllm.v1.core.sched.scheduler"].Scheduler = FakeScheduler  # type: ignore[attr-defined]
+    sys.modules[f"{sched}.scheduler"].Scheduler = FakeScheduler  # type: ignore[attr-defined]
+    sys.modules[f"{sched}.async_scheduler"].AsyncScheduler = FakeAsyncScheduler  # type: ignore[attr-defined]
 
 
 def sides(name: str, tied: bool, seed: int = 0) -> tuple[Runtime, Handle, FakeModel, VllmEngine]:
@@ -284,18 +293,20 @@ SAMPLED = [1, 1, 2, 2, 3, 2, 3, 3, 0, 2]
 COUNTS = RolloutCounters(rows_max_in_batch=15, chunked_prefills=2, mixed_batches=6, joins=4, preemptions=1)
 
 
-def play(steps: list[dict[str, Any]]) -> RolloutCounters:
+def play(steps: list[dict[str, Any]], asynchronous: bool = False) -> RolloutCounters:
     counters = RolloutCounters()
     sampled: list[int] = []
-    scheduler = counting_scheduler(counters, sampled.append)(PROMPTS, steps)
+    scheduler = counting_scheduler(counters, sampled.append, asynchronous)(PROMPTS, steps)
+    assert isinstance(scheduler, FakeAsyncScheduler) == asynchronous
     for step in steps:
         assert scheduler.schedule().num_scheduled_tokens == step["tokens"], "the step passes through"
     assert sampled == SAMPLED[: len(steps)] or not FakeScheduler.advances
     return counters
 
 
-def test_the_counters_of_a_schedule(fake_vllm: None) -> None:
-    assert play(STEPS) == COUNTS
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_counters_of_a_schedule(fake_vllm: None, asynchronous: bool) -> None:
+    assert play(STEPS, asynchronous) == COUNTS
 
 
 @pytest.mark.parametrize(
@@ -327,12 +338,13 @@ def test_a_scheduler_that_counts_later_would_be_seen(fake_vllm: None, monkeypatc
 def test_the_environment_of_each_mode() -> None:
     os.environ.pop("MLITE_EXACT", None)
     prepare_environment(plugin=True)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["MLITE_EXACT"] == os.environ["VLLM_BATCH_INVARIANT"] == "1"
     assert ENVIRONMENT.items() <= dict(os.environ).items()
     prepare_environment(plugin=False)
     assert "MLITE_EXACT" not in os.environ and os.environ["VLLM_BATCH_INVARIANT"] == "1"
-    prepare_environment(plugin=False)
-    assert "MLITE_EXACT" not in os.environ
+    prepare_environment(plugin=False, in_process=False)
+    assert "MLITE_EXACT" not in os.environ and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
 def check_rotary(own: Tensor, *tables: Tensor) -> None:
