@@ -15,7 +15,7 @@ from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConfig
 from lite.runtime.rollout.embedded import EmbeddedEngine
 from lite.runtime.rollout.engine import RolloutEngine, Sampling
-from lite.runtime.rollout.paged_cache import PAGE
+from lite.runtime.rollout.paged_cache import PAGE, CachedSequences
 from lite.runtime.rollout.vllm import VllmEngine
 from lite.runtime.runtime import Handle, Runtime
 
@@ -91,7 +91,7 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
 
     engine_bundle = Runtime(runtime_config).bundle()
     if plant:
-        check_applies(plant, engine_bundle, c.updates, c.groups * c.samples)
+        check_applies(plant, engine_bundle, c.engine, c.updates, c.groups * c.samples)
     if c.engine == "vllm":
         # first: batch-invariant mode must be on before the trainer's first product
         vllm_engine = _vllm_engine(c, engine_bundle, folder, task)
@@ -102,19 +102,22 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
     else:
         ops = reference_ops()
         trainer = runtime.build_model(ops)
-        engine = _embedded_engine(c, engine_bundle, folder, task)
+        engine = _embedded_engine(c, engine_bundle, folder, task, plant)
     runtime.train_mode(trainer)
     return Sides(folder, ops, runtime, trainer, engine, task, sampling)
 
 
-def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> EmbeddedEngine:
+def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task, plant: Plant | None) -> EmbeddedEngine:
     """Steps small enough to cut prompts, and three quarters of the cache that all running requests may need, so that full batches
     also meet preemption."""
     sequences = min(c.groups * c.samples, 32)
     longest = task.longest_prompt + c.response_tokens
     cache_tokens = max(sequences * longest * 3 // 4, longest + PAGE)
     step_tokens = max(48, sequences + task.longest_prompt - 1)
-    return EmbeddedEngine(bundle, folder, max_step_tokens=step_tokens, max_sequences=sequences, cache_tokens=cache_tokens)
+    return EmbeddedEngine(
+        bundle, folder, max_step_tokens=step_tokens, max_sequences=sequences, cache_tokens=cache_tokens,
+        context=plant.context if plant else CachedSequences,
+    )  # fmt: skip
 
 
 def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> VllmEngine:
