@@ -19,7 +19,10 @@ from lite.primitive.kernels.visible import VisibleKernels
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel was installed
 # what draws a result or runs a proof from outside takes no part in it; "gate" is gates, gate_runner and gate_report
-NOT_IN_CLOSURE = ("lite.cli", "lite.acceptance.report", "lite.acceptance.plots", "lite.acceptance.gate", "lite.acceptance.freshness")
+NOT_IN_CLOSURE = (
+    "lite.cli", "lite.acceptance.progress", "lite.acceptance.report", "lite.acceptance.plots", "lite.acceptance.gate",
+    "lite.acceptance.freshness",
+)  # fmt: skip
 
 
 def write_json(path: Path, content: Any) -> None:

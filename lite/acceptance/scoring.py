@@ -41,14 +41,16 @@ class PackedRollout:
         return [found[i] for i in range(len(self.trajectories))]
 
 
-def pack_rollout(trajectories: list[Trajectory], temperature: float, seed: int, plant: Plant | None) -> PackedRollout:
+def pack_rollout(
+    trajectories: list[Trajectory], temperature: float, seed: int, plant: Plant | None, token_budget: int = TOKEN_BUDGET
+) -> PackedRollout:
     """Packs in an order of its own: short and long in turn, shuffled by seed, so that no trajectory keeps its rollout neighbours and
-    rows hold unequal lengths. A row has TOKEN_BUDGET tokens, or room for the two longest."""
+    rows hold unequal lengths. A row has token_budget tokens, or room for the two longest."""
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
     by_length = sorted(torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist(), key=lambda i: lengths[i])
     half = (len(by_length) + 1) // 2
     order = [i for pair in zip_longest(by_length[:half], reversed(by_length[half:])) for i in pair if i is not None]
-    token_budget = max(TOKEN_BUDGET, 2 * max(lengths))
+    token_budget = max(token_budget, 2 * max(lengths))
     members = [[order[i] for i in batch] for batch in micro_batches([lengths[i] for i in order], token_budget)]
     if not any(len({lengths[i] for i in batch}) > 1 for batch in members):
         raise InputError("trainer's packing", "no row holds two sequences of unequal length, so it proves nothing about packing",
