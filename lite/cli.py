@@ -46,6 +46,8 @@ def prove(
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
     plant: Annotated[str | None, typer.Option(metavar="KIND", help="Plant a known error; the proof must then fail.")] = None,
+    save_every: Annotated[int, typer.Option(metavar="N", help="Updates between two checkpoints of the run.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in --out.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Result folder, runs/TIME by default.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -60,6 +62,8 @@ def prove(
     `mlite prove --model checkpoints/SmolLM2-135M --groups 8 --out runs/smollm2`
 
     `mlite prove --proxy llama --plant one-ulp`  (must exit 1)
+
+    `mlite prove --proxy llama --updates 200 --out runs/long`, and after a kill the same with `--resume`
     """
     from lite.acceptance.plots import draw_plots
     from lite.acceptance.progress import ProgressBar
@@ -73,7 +77,7 @@ def prove(
         model=model, proxy=proxy, geometry=_one_of("--geometry", geometry, "tiny", "real"), layers=layers,
         **_engine(engine, plugin, attention, graphs), updates=updates, prompts=prompts, prompt_tokens=_range(prompt_tokens),
         response_tokens=response_tokens, groups=groups, samples=samples, dtype=_one_of("--dtype", dtype, "bf16", "fp32"),
-        temperature=temperature, lr=lr, seed=seed, plant=plant,
+        temperature=temperature, lr=lr, seed=seed, plant=plant, save_every=save_every, resume=resume,
     )  # fmt: skip
     with ProgressBar() as progress:
         receipt = run(config, ["mlite", *sys.argv[1:]], progress)

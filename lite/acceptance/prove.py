@@ -1,7 +1,7 @@
 """The proof: rollout, score, update, again; every token's logprob compared by bytes on both of the trainer's paths."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from lite.acceptance.bundle import rollout_sha256, save_bundle
-from lite.acceptance.grpo import advantages
+from lite.acceptance.grpo import advantages, reward_trend
 from lite.acceptance.plants import Plant, find_plant
 from lite.acceptance.receipt import SCHEMA, closure, environment, git_state, kernel_sources, verdict, weights_sha256, write_json
-from lite.acceptance.result_folder import RECEIPT, ROLLOUT, SCORES, claimed
+from lite.acceptance.result_folder import CHECKPOINTS, FAILING, RECEIPT, ROLLOUT, SCORES, claimed
 from lite.acceptance.scoring import (
     BranchMagnitude,
     PackedRollout,
@@ -23,7 +23,7 @@ from lite.acceptance.scoring import (
     grpo_loss,
     pack_rollout,
 )
-from lite.acceptance.sides import ProveConfig, build_sides, check_choice
+from lite.acceptance.sides import ProveConfig, build_sides, check_choice, same_run
 from lite.errors import InputError, ProbeError
 from lite.primitive.optimizer.master import update_norm
 from lite.runtime.rollout.engine import Trajectory
@@ -38,6 +38,8 @@ class Progress(Protocol):
 
     def advance(self, amount: int) -> None: ...
 
+    def overall(self, done: int, total: int) -> None: ...
+
     def note(self, text: str) -> None: ...
 
 
@@ -49,7 +51,7 @@ def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> di
     """
     plant = find_plant(config.plant) if config.plant else None
     check_choice(config)
-    with claimed(config.out):
+    with claimed(config.out, config.resume):
         return _prove(config, plant, command, progress)
 
 
@@ -58,8 +60,13 @@ def _prove(config: ProveConfig, plant: Plant | None, command: Sequence[str], pro
         "schema": SCHEMA, "status": "inconclusive", "reason": "did not finish", "command": list(command), "plant": config.plant,
     }  # fmt: skip
     write_json(config.out / RECEIPT, receipt)
+
+    def rolling(found: dict[str, Any]) -> None:
+        """What is known so far, for whoever looks at a long run; without the closure that a receipt of a whole run has."""
+        write_json(config.out / RECEIPT, receipt | found)
+
     try:
-        receipt |= _Proof(config, plant, progress).run()
+        receipt |= _Proof(config, plant, progress, rolling).run()
     except (InputError, ProbeError) as error:
         receipt["reason"] = str(error)
     except Exception as error:
@@ -74,8 +81,13 @@ def _prove(config: ProveConfig, plant: Plant | None, command: Sequence[str], pro
 class _Proof:
     """One run: the two sides, and what has been found so far."""
 
-    def __init__(self, config: ProveConfig, plant: Plant | None, progress: Progress):
-        self.config, self.plant, self.progress = config, plant, progress
+    KEPT = (
+        "policies", "updates", "prompt_lengths", "response_lengths", "mixer_ratios", "mlp_ratios", "control_mismatch", "seconds", "round",
+    )  # fmt: skip
+    """What a checkpoint of the run holds beside the trainer's state."""
+
+    def __init__(self, config: ProveConfig, plant: Plant | None, progress: Progress, rolling: Callable[[dict[str, Any]], None]):
+        self.config, self.plant, self.progress, self.rolling = config, plant, progress, rolling
         progress.phase("build and probe", 1)
         self.sides = build_sides(config, plant)
         progress.advance(1)
@@ -88,6 +100,7 @@ class _Proof:
         self.control_mismatch: int | None = None
         self.seconds: dict[str, float] = {}
         self.round = 0
+        self.weights_sha256 = weights_sha256(self.sides.folder)
         self.loss = 0.0
         self.engine_fingerprint = self.rollout_sha256 = ""
         self.stopped: str | None = None
@@ -103,7 +116,9 @@ class _Proof:
         return self._findings()
 
     def _policies(self) -> None:
-        for k in range(self.config.updates + 1):
+        first = self._resumed() if self.config.resume else 0
+        for k in range(first, self.config.updates + 1):
+            self.progress.overall(k, self.config.updates + 1)
             if k:
                 self._sync(k)
             drawn = self._rollout(k)
@@ -112,15 +127,55 @@ class _Proof:
                 break
             trajectories, rewards, advantage = drawn
             self._score(k, trajectories, rewards, advantage)
-            if k < self.config.updates and not self._update(k, trajectories, advantage):
+            if self._must_stop(k) or (k < self.config.updates and not self._update(k, trajectories, advantage)):
                 break
             self.sides.runtime.zero_grad(self.sides.trainer)
+            if k < self.config.updates:
+                self._keep(k + 1)
+                so_far = f"{k + 1} of {self.config.updates + 1} policies so far"
+                self.rolling(self._findings() | {"status": "inconclusive", "reason": so_far})
+
+    def _resumed(self) -> int:
+        """Takes up the latest checkpoint of an earlier call. -> the policy to go on with, 0 where there is none yet."""
+        s = self.sides
+        held = s.runtime.load_checkpoint(s.trainer, self.config.out / CHECKPOINTS)
+        if held is None:
+            self.progress.note("no checkpoint to resume from: starting at theta0")
+            return 0
+        asked = same_run(self.config)
+        for flag in asked:
+            if held["run"].get(flag) != asked[flag]:
+                raise InputError("--resume", f"the run had {flag} = {held['run'].get(flag)}, not {asked[flag]}", "give the same flags")
+        vars(self).update(held["found"])
+        vars(s.engine.counters).update(held["counters"])
+        self.progress.note(f"resumed at theta{s.trainer.weights.require()}")
+        return s.trainer.weights.require()
+
+    def _keep(self, version: int) -> None:
+        """A checkpoint of trainer and findings every save_every updates."""
+        if version % self.config.save_every:
+            return
+        s = self.sides
+        found = {name: vars(self)[name] for name in self.KEPT}
+        facts = {"run": same_run(self.config), "found": found, "counters": asdict(s.engine.counters)}
+        with self._timed("checkpoint", 1):
+            s.runtime.save_checkpoint(s.trainer, self.config.out / CHECKPOINTS, keep=2, facts=facts)
+
+    def _must_stop(self, k: int) -> bool:
+        """At the first mismatch that nobody planted or asked for. The policy is kept: its rollout can be replayed."""
+        paths = [self.policies[-1][path] for path in ("score", "actor")]
+        if self.plant or not self.config.plugin or not any(path["mismatch"] or path["nonfinite"] for path in paths):
+            return False
+        s, out = self.sides, self.config.out
+        s.runtime.save_hf(s.trainer, out / FAILING)
+        self.progress.note(f"theta{k}: stopping; mlite replay {out / ROLLOUT / f'theta{k}.safetensors'} --model {out / FAILING}")
+        return True
 
     def _sync(self, k: int) -> None:
         if self.plant and self.plant.skip_sync:
             return
         s = self.sides
-        with self._timed(f"theta{k} sync", 1):
+        with self._timed("sync", 1, k):
             s.engine.update_weights(s.runtime.export_weights(s.trainer), s.trainer.weights.require())
 
     def _rollout(self, k: int) -> tuple[list[Trajectory], list[float], list[float]] | None:
@@ -130,10 +185,10 @@ class _Proof:
         for _ in range(REDRAWS):
             prompts = s.task.prompts(self.round)
             self.round += 1
-            with self._timed(f"theta{k} rollout", c.groups * c.samples * c.response_tokens):
+            with self._timed("rollout", c.groups * c.samples * c.response_tokens, k):
                 trajectories = s.engine.generate(prompts, s.sampling, self.progress.advance)
-            self.prompt_lengths += [len(p.ids) for p in prompts]
-            self.response_lengths += [len(t.response_ids) for t in trajectories]
+            self.prompt_lengths = _range([*self.prompt_lengths, *(len(p.ids) for p in prompts)])
+            self.response_lengths = _range([*self.response_lengths, *(len(t.response_ids) for t in trajectories)])
             rewards = [s.task.reward(t.uid, t.response_ids) for t in trajectories]
             advantage = advantages(trajectories, rewards)
             if self.plant:
@@ -151,12 +206,12 @@ class _Proof:
         logprobs taken before the loss. The gradient stays for the update."""
         s, c = self.sides, self.config
         rollout = pack_rollout(trajectories, c.temperature, c.seed + k, self.plant)
-        with self._timed(f"theta{k} score", 1), BranchMagnitude(s.trainer) as magnitude:
+        with self._timed("score", 1, k), BranchMagnitude(s.trainer) as magnitude:
             score = s.runtime.forward_backward(s.trainer, rollout.batches, forward_only=True)
         if k == 0:
             self.mixer_ratios, self.mlp_ratios = magnitude.ratios(magnitude.mixer), magnitude.ratios(magnitude.mlp)
             self._control(trajectories)
-        with self._timed(f"theta{k} actor", 1):
+        with self._timed("actor", 1, k):
             actor = s.runtime.forward_backward(s.trainer, rollout.batches, grpo_loss(rollout, advantage))
         self.loss = float(torch.stack(actor.losses).sum())
         self._keep_scores(k, rollout, score.log_probs, actor.log_probs)
@@ -184,7 +239,7 @@ class _Proof:
         """The same comparison over a trainer that is known to be wrong: it must differ, or it could not have."""
         s, c = self.sides, self.config
         wrong = pack_rollout(trajectories, c.temperature, c.seed, find_plant("position-shift"))
-        with self._timed("theta0 control", 1):
+        with self._timed("control", 1, 0):
             control = s.runtime.forward_backward(s.trainer, wrong.batches, forward_only=True)
         self.control_mismatch = compare_path(wrong, control.log_probs, False)["mismatch"]
 
@@ -201,7 +256,7 @@ class _Proof:
         optimizer = s.trainer.optimizer
         assert optimizer is not None
         before = {name: master.clone() for name, master in optimizer.masters.items()}
-        with self._timed(f"theta{k} update", 1):
+        with self._timed("update", 1, k):
             done, norm, _ = s.runtime.optimizer_step(s.trainer)
         if not done:
             self.stopped = f"update {k + 1}: the gradient norm is {norm}; the rollout bundle is kept"
@@ -227,9 +282,9 @@ class _Proof:
         return True
 
     @contextmanager
-    def _timed(self, name: str, total: int) -> Iterator[None]:
-        """Tells the progress and keeps the time of one phase."""
-        self.progress.phase(name, total)
+    def _timed(self, name: str, total: int, policy: int | None = None) -> Iterator[None]:
+        """Tells the progress and adds up the time of a phase over the policies."""
+        self.progress.phase(name if policy is None else f"theta{policy} {name}", total)
         start = time.perf_counter()
         yield
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
@@ -247,7 +302,7 @@ class _Proof:
             "subject": {
                 "family": s.runtime.family,
                 "weights": "random" if c.proxy else "trained",
-                "weights_sha256": weights_sha256(s.folder),
+                "weights_sha256": self.weights_sha256,
                 "geometry": s.runtime.hf_config,
                 "layers": s.trainer.bundle.layers,
                 "parameters": sum(p.numel() for p in s.trainer.module.parameters()),
@@ -264,13 +319,17 @@ class _Proof:
             "task": s.task.reward_rule,
             "control": {"plant": "position-shift", "mismatch": self.control_mismatch},
             "lengths": {
-                "prompt": [min(self.prompt_lengths), max(self.prompt_lengths)],
-                "response": [min(self.response_lengths), max(self.response_lengths)],
+                "prompt": self.prompt_lengths,
+                "response": self.response_lengths,
                 **asdict(s.engine.counters),
             },
             "policies": self.policies,
             "updates": self.updates,
+            "reward": reward_trend([p["reward_mean"] for p in self.policies]),
             "seconds": self.seconds,
             "environment": environment(s.trainer.device, {name: str(value) for name, value in asdict(c).items()}),
         }  # fmt: skip
 
+
+def _range(lengths: Sequence[int]) -> list[int]:
+    return [min(lengths), max(lengths)]

@@ -1,6 +1,6 @@
 """The two sides of a proof: a trainer, and an engine with a model of its own, each loading the same checkpoint by itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ class ProveConfig:
     temperature: float = 1.0
     lr: float = 1e-4
     plant: str | None = None
+    resume: bool = False
+    save_every: int = 10
+
+
+def same_run(c: ProveConfig) -> dict[str, str]:
+    """What may not change between a run and its resumption: everything but where it stops and how often it saves."""
+    return {f.name: str(getattr(c, f.name)) for f in fields(c) if f.name not in ("out", "updates", "resume", "save_every")}
 
 
 @dataclass
@@ -78,7 +85,7 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
         optimizer=OptimizerConfig(lr=c.lr),
         override={"num_hidden_layers": c.layers} if c.layers and c.model else {},
     )
-    if c.proxy is not None:
+    if c.proxy is not None and not (c.resume and folder.exists()):
         write_proxy(c.proxy, folder, geometry=c.geometry, layers=c.layers, dtype=backend.torch_dtype, seed=c.seed)
     runtime_config = RuntimeConfig(hf_path=str(folder), backend_cfg=backend)
     runtime = PlantedRuntime(runtime_config, plant) if plant else Runtime(runtime_config)
@@ -165,6 +172,8 @@ def check_choice(c: ProveConfig) -> None:
             raise InputError(name, f"{value} is not positive", "raise it")
     if c.samples < 2:
         raise InputError("--samples", f"{c.samples} sample a group has no group to be compared with", "raise it to 2 or more")
+    if c.save_every < 1:
+        raise InputError("--save-every", f"{c.save_every} is not positive", "raise it")
     if not 0 <= c.seed < 1 << 31:
         raise InputError("--seed", f"{c.seed} is out of range", "use 0 to 2147483647")
     if c.engine == "vllm" and c.model and c.layers:

@@ -50,9 +50,9 @@ def test_what_a_killed_run_left_does_not_block_the_next(earlier, monkeypatch):
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with claimed(tmp_path / "run"), pytest.raises(InputError, match="another run"), claimed(tmp_path / "run"):
+    with claimed(tmp_path / "run", False), pytest.raises(InputError, match="another run"), claimed(tmp_path / "run", False):
         pass
-    with claimed(tmp_path / "run"):
+    with claimed(tmp_path / "run", False):
         assert (tmp_path / "run" / LOCK).exists()
 
 
