@@ -77,7 +77,7 @@ def our_gradients(handle: Handle) -> dict[str, Tensor]:
     for part in parts(b.weights, b.config, b.layers):
         grad = parameters[part.native].grad
         assert grad is not None, f"{part.native} got no gradient"
-        grads[part.hf] = grad[part.start : part.stop]
+        grads[part.hf] = part.of(grad)
     return grads
 
 
