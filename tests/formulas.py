@@ -61,6 +61,42 @@ def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded(rounded(gate * torch.sigmoid(gate), dtype) * up, dtype)
 
 
+def relu2(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return rounded(x.clamp(min=0).pow(2), dtype)
+
+
+def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(k)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+
+
+def grouped_topk(
+    logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, in lists."""
+    weights, ids = [], []
+    for scores in 1 / (1 + (-logits).exp()):
+        biased = (scores + bias).tolist()
+        size = len(biased) // groups
+        members = [range(g * size, (g + 1) * size) for g in range(groups)]
+        members.sort(key=lambda group: sum(sorted(biased[e] for e in group)[-2:]), reverse=True)
+        chosen = sorted((e for group in members[:topk_groups] for e in group), key=lambda e: biased[e], reverse=True)[:k]
+        w = scores[chosen]
+        weights.append(w / w.sum() if renormalize else w)
+        ids.append(chosen)
+    return torch.stack(weights), torch.tensor(ids)
+
+
+def routed_experts(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, activation: str, dtype: torch.dtype
+) -> Tensor:
+    """Every expert computes every token; a token takes those it chose."""
+    act = {"silu": swiglu, "relu2_no_mul": relu2}[activation]
+    every = torch.stack([act(linear(x, up, None, dtype), dtype) @ down.T for up, down in zip(w13, w2, strict=True)], dim=1)
+    chosen = every[torch.arange(len(x))[:, None], ids.long()]
+    return rounded(rounded(weights[..., None] * chosen, dtype).sum(1), dtype)
+
+
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

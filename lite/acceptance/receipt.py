@@ -49,8 +49,9 @@ def closure() -> dict[str, str]:
 
 
 def kernel_sources(kernels: VisibleKernels) -> dict[str, str]:
-    """sha256 of the source of each visible kernel's module, by kernel name."""
-    names = [name for name, value in vars(VisibleKernels).items() if inspect.isfunction(value) and not name.startswith("_")]
+    """sha256 of the source of each visible kernel's module, by kernel name. A set may lack those that no model of its own calls."""
+    contract = [name for name, value in vars(VisibleKernels).items() if inspect.isfunction(value) and not name.startswith("_")]
+    names = [name for name in contract if name in vars(kernels)]
     found = {}
     for name in names:
         home = inspect.getmodule(vars(kernels)[name])

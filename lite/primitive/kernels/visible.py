@@ -9,12 +9,14 @@ A kernel set is a module that fulfils `VisibleKernels` with pure functions: no a
 * rounding: a result is rounded to the dtype stated here, at the points stated here, and nowhere else.
 
 Shapes: T tokens of all sequences in one row, H hidden, Hq/Hk query/key heads of D, F intermediate, V vocabulary rows held,
-S sequences. "model dtype" is the dtype of the weights: bf16 or fp32. Where sets may differ (a rounding point inside rotary or
-attention) the set's own docstring says what it does; both processes use the same set, so both round alike.
+S sequences, E experts of which a token has k. "model dtype" is the dtype of the weights: bf16 or fp32. Where sets may differ (a
+rounding point inside rotary or attention) the set's own docstring says what it does; both processes use the same set, so both round
+alike.
 """
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from lite.primitive.parallel.packing import Seqlens
@@ -60,6 +62,31 @@ class VisibleKernels(Protocol):
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up[T, 2F] -> [T, F]. silu in fp32, rounded to the model dtype, then the product rounded."""
+
+    def relu2(self, x: Tensor) -> Tensor:
+        """relu(x[T, F])^2 -> [T, F]: relu in the model dtype, squared, one rounding."""
+
+    def router_logits(self, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """x[T, H] @ weight[E, H].T -> [T, E] in out_dtype: fp32, or the model dtype (then it is `linear`). Accumulated in fp32."""
+
+    def topk_softmax(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """The k largest of softmax(logits[T, E]) in fp32, largest first, the lower expert first where two are equal ->
+        (weights[T, k] fp32, ids[T, k] int32). renormalize: weights divided by their sum."""
+
+    def grouped_topk(
+        self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Scores are sigmoid(logits[T, E] fp32). Experts are CHOSEN by score + bias[E] (fp32): the topk_groups groups, of equal
+        parts of the experts, with the largest sum of their two best, then the k best inside those, best first. -> (weights[T, k]
+        fp32, ids[T, k] int32). Weights are the scores WITHOUT the bias; renormalize: divided by their sum (+ 1e-20, against 0/0).
+        Where two are equal the lower expert comes first."""
+
+    def routed_experts(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, activation: str) -> Tensor:
+        """sum over k of weights[T, k] (fp32) * expert[ids[T, k]](x[T, H]) -> [T, H], for w13[E, G, H] and w2[E, H, F].
+
+        activation "silu": G = 2F, `swiglu` of gate | up; "relu2_no_mul": G = F, `relu2`. Products are accumulated in fp32 and rounded
+        to the model dtype, the second after it was multiplied by its weight; the k results are added in fp32 in the order of k,
+        then rounded."""
 
     def token_logprobs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, with_entropy: bool

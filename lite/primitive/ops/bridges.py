@@ -6,6 +6,7 @@ Modules are given an `Ops` and call it; which kernels run was decided once, by w
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lite.primitive.kernels.visible import VisibleKernels
@@ -31,6 +32,21 @@ class Ops:
             constants=("lse",),
         )
         self._swiglu = VJP(("gate_up",), ("y",), ("gate_up",), vjp.swiglu)
+        self._relu2 = VJP(("x",), ("y",), ("x",), vjp.relu2)
+        self._router_logits = VJP(("x", "weight", "out_dtype"), ("y",), ("x", "weight"), vjp.router_logits)
+        self._topk_softmax = VJP(
+            ("logits", "k", "renormalize"), ("weights", "ids"), ("logits", "ids"), vjp.topk_softmax, constants=("ids",)
+        )
+        self._grouped_topk = VJP(
+            ("logits", "bias", "k", "groups", "topk_groups", "renormalize"),
+            ("weights", "ids"),
+            ("logits", "ids"),
+            vjp.grouped_topk,
+            constants=("ids",),
+        )
+        self._routed_experts = VJP(
+            ("x", "w13", "w2", "weights", "ids", "activation"), ("y",), ("x", "w13", "w2", "weights", "ids"), vjp.routed_experts
+        )
         self._token_logprobs = VJP(
             ("hidden", "weight", "labels", "temperature", "vocab_size", "with_entropy"),
             ("logprob", "entropy", "max", "sum"),
@@ -59,6 +75,25 @@ class Ops:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return visible_forward(self.visible.swiglu, self._swiglu, gate_up)
+
+    def relu2(self, x: Tensor) -> Tensor:
+        return visible_forward(self.visible.relu2, self._relu2, x)
+
+    def router_logits(self, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return visible_forward(self.visible.router_logits, self._router_logits, x, weight, out_dtype)
+
+    def topk_softmax(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """-> (weights[T, k] fp32, ids[T, k] int32); the gradient flows through the weights."""
+        return visible_forward(self.visible.topk_softmax, self._topk_softmax, logits, k, renormalize)
+
+    def grouped_topk(
+        self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        """-> (weights[T, k] fp32, ids[T, k] int32); the gradient flows through the weights, and none to the bias."""
+        return visible_forward(self.visible.grouped_topk, self._grouped_topk, logits, bias, k, groups, topk_groups, renormalize)
+
+    def routed_experts(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, activation: str) -> Tensor:
+        return visible_forward(self.visible.routed_experts, self._routed_experts, x, w13, w2, weights, ids, activation)
 
     def token_logprobs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, with_entropy: bool

@@ -1,4 +1,4 @@
-"""Reference norms, embedding, rotary and SwiGLU out of operations that treat every element alike.
+"""Reference norms, embedding, rotary, SwiGLU and relu2 out of operations that treat every element alike.
 
 Two habits of ATen on a CPU would break row invariance and are avoided here: a reduction to one element is split over the threads
 (so `tree_sum` adds halves element by element), and `sigmoid`/`silu` use another formula for the last elements of a buffer
@@ -46,8 +46,16 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Te
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)). x fp32."""
+    return x / (1.0 + torch.exp(-x))
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    gate32 = gate.float().contiguous()
-    silu = (gate32 / (1.0 + torch.exp(-gate32))).to(gate.dtype)
-    return silu * up
+    return silu(gate.float().contiguous()).to(gate.dtype) * up
+
+
+def relu2(x: Tensor) -> Tensor:
+    positive = torch.relu(x)
+    return positive * positive

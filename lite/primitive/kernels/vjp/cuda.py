@@ -12,10 +12,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lite.primitive.kernels.vjp import Grads, Needs, Values, torch_moe
 from lite.primitive.kernels.vjp import torch as torch_vjp
-from lite.primitive.kernels.vjp.torch import Grads, Needs, Values, add_rms_norm, embedding, rms_norm, rotary, swiglu
+from lite.primitive.kernels.vjp.torch import (
+    add_rms_norm,
+    embedding,
+    grouped_topk,
+    relu2,
+    rms_norm,
+    rotary,
+    router_logits,
+    swiglu,
+    topk_softmax,
+)
 
-__all__ = ["add_rms_norm", "attention", "embedding", "linear", "rms_norm", "rotary", "swiglu", "token_logprobs"]
+__all__ = ["add_rms_norm", "attention", "embedding", "grouped_topk", "linear", "relu2", "rms_norm", "rotary", "routed_experts",
+           "router_logits", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
 
 
 def linear(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
@@ -74,3 +86,4 @@ def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 token_logprobs = partial(torch_vjp.token_logprobs, product=tensor_core_product)
+routed_experts = partial(torch_moe.routed_experts, grouped=torch_moe.TENSOR_CORES)
