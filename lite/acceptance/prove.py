@@ -17,6 +17,7 @@ from lite.acceptance.result_folder import RECEIPT, ROLLOUT, SCORES, claimed
 from lite.acceptance.scoring import (
     BranchMagnitude,
     PackedRollout,
+    RoutedGradients,
     compare_path,
     distinct_samples,
     gradient_coverage,
@@ -85,7 +86,10 @@ class _Proof:
         self.response_lengths: list[int] = []
         self.mixer_ratios: list[float] = []
         self.mlp_ratios: list[float] = []
+        # positions mean nothing to a model without rotary; a sequence's end does
+        self.control = find_plant("packing-leak" if self.sides.trainer.bundle.module.cos_sin is None else "position-shift")
         self.control_mismatch: int | None = None
+        self.idle_experts: dict[str, list[int]] = {}
         self.seconds: dict[str, float] = {}
         self.round = 0
         self.loss = 0.0
@@ -156,9 +160,10 @@ class _Proof:
         if k == 0:
             self.mixer_ratios, self.mlp_ratios = magnitude.ratios(magnitude.mixer), magnitude.ratios(magnitude.mlp)
             self._control(trajectories)
-        with self._timed(f"theta{k} actor", 1):
+        with self._timed(f"theta{k} actor", 1), RoutedGradients(s.trainer) as routed:
             actor = s.runtime.forward_backward(s.trainer, rollout.batches, grpo_loss(rollout, advantage))
         self.loss = float(torch.stack(actor.losses).sum())
+        self.idle_experts = routed.idle()
         self._keep_scores(k, rollout, score.log_probs, actor.log_probs)
         groups, collapsed, distinct = distinct_samples(trajectories)
         self.policies.append({
@@ -183,7 +188,7 @@ class _Proof:
     def _control(self, trajectories: list[Trajectory]) -> None:
         """The same comparison over a trainer that is known to be wrong: it must differ, or it could not have."""
         s, c = self.sides, self.config
-        wrong = pack_rollout(trajectories, c.temperature, c.seed, find_plant("position-shift"))
+        wrong = pack_rollout(trajectories, c.temperature, c.seed, self.control)
         with self._timed("theta0 control", 1):
             control = s.runtime.forward_backward(s.trainer, wrong.batches, forward_only=True)
         self.control_mismatch = compare_path(wrong, control.log_probs, False)["mismatch"]
@@ -197,7 +202,7 @@ class _Proof:
     def _update(self, k: int, trajectories: list[Trajectory], advantage: list[float]) -> bool:
         """Steps and deploys. False where the gradient is not finite: then nothing was stepped."""
         s = self.sides
-        expected, with_grad, without = gradient_coverage(s.trainer)
+        expected, with_grad, without = gradient_coverage(s.trainer, self.idle_experts)
         optimizer = s.trainer.optimizer
         assert optimizer is not None
         before = {name: master.clone() for name, master in optimizer.masters.items()}
@@ -223,6 +228,7 @@ class _Proof:
             "parameters_expected": expected,
             "parameters_with_grad": with_grad,
             "without_grad": without,
+            "idle_experts": sum(map(len, self.idle_experts.values())),
         })  # fmt: skip
         return True
 
@@ -262,7 +268,7 @@ class _Proof:
                 "set": s.ops.visible.NAME, "sources": kernel_sources(s.ops.visible), "probes": [p.as_dict() for p in s.trainer.probes],
             },
             "task": s.task.reward_rule,
-            "control": {"plant": "position-shift", "mismatch": self.control_mismatch},
+            "control": {"plant": self.control.kind, "mismatch": self.control_mismatch},
             "lengths": {
                 "prompt": [min(self.prompt_lengths), max(self.prompt_lengths)],
                 "response": [min(self.response_lengths), max(self.response_lengths)],

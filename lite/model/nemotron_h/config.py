@@ -110,7 +110,7 @@ TINY_PATTERN = "ME*-M"
 
 
 def proxy_config(geometry: str, layers: int | None) -> dict[str, Any]:
-    """`real`: the layers of Nemotron-3-Nano-30B-A3B, the first ones of its pattern; from 8 on each neighbourhood of two blocks is among them.
+    """`real`: the layers of Nemotron-3-Nano-30B-A3B, the first ones of its pattern; from 8 on every pair of neighbours is among them.
     `tiny`: small enough for a CPU test, with every kind of block from 4 layers on."""
     whole = REAL_PATTERN if geometry == "real" else TINY_PATTERN
     pattern = "".join(islice(cycle(whole), layers or len(whole)))

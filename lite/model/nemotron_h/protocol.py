@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lite.model.protocol import ModelBundle, ParallelConfig
 from lite.model.nemotron_h.checkpoint import WEIGHTS
 from lite.model.nemotron_h.config import proxy_config, read_config
 from lite.model.nemotron_h.model import assemble
+from lite.model.protocol import ModelBundle, ParallelConfig
 from lite.primitive.modules.decoder import DecoderConfig
 from lite.primitive.ops.bridges import Ops
 

@@ -1,7 +1,7 @@
 """The shared decoder skeleton: embedding, layers around one residual stream, final norm, head.
 
-A layer is a mixer of the sequence (attention, Mamba-2), an MLP (or mixture of experts), or the one after the other. A family's folder fills in
-a `DecoderConfig`; nothing here knows a family.
+A layer is a mixer of the sequence (attention, Mamba-2), an MLP (or a mixture of experts), or the one after the other. A family's folder
+fills in a `DecoderConfig`; nothing here knows a family.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,10 @@ from lite.primitive.modules.head import LMHead, TokenScores
 from lite.primitive.modules.linear import Embedding, Linear
 from lite.primitive.modules.mamba2 import Mamba2Config, Mamba2Mixer
 from lite.primitive.modules.mlp import MLP, GatedMLP
-from lite.primitive.modules.moe import Experts, MoE, MoEConfig
+from lite.primitive.modules.moe import MoE, MoEConfig
 from lite.primitive.modules.norm import RMSNorm
 from lite.primitive.modules.rotary import RotaryConfig, cos_sin_table
 from lite.primitive.ops.bridges import Ops
-
 
 MixerKind = Literal["attention", "mamba"]
 MLPKind = Literal["gated", "relu2", "moe"]
@@ -121,6 +120,9 @@ class Decoder(nn.Module):
         self.head = LMHead(head, c.vocab_size, ops)
         self.register_buffer("cos_sin", cos_sin_table(c.rotary, dtype) if c.rotary else None, persistent=False)
 
+    def routers(self) -> list[nn.Module]:
+        return [m.router for m in self.modules() if isinstance(m, MoE)]
+
     def probe_shapes(self) -> ModelShapes:
         """The shapes at which this model calls its kernels."""
         c = self.config
@@ -129,8 +131,8 @@ class Decoder(nn.Module):
         return ModelShapes(
             linears=tuple(sorted(linears)),
             norms=tuple(sorted(norms)),
-            attention=(c.heads, c.kv_heads, c.head_dim),
-            swiglu=(c.intermediate,),
+            attention=(c.heads, c.kv_heads, c.head_dim) if "attention" in c.mixers else None,
+            swiglu=(c.intermediate,) if "gated" in c.mlps else (),
             head=(c.vocab_size, c.hidden),
         )
 

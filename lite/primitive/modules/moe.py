@@ -15,9 +15,9 @@ from lite.primitive.ops.bridges import Ops
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """router "softmax": logits in the model dtype, the k most probable. "sigmoid": fp32 logits, chosen by score and a frozen bias, inside the
-    topk_groups best of `groups` groups. activation: as `routed_experts` has it. scale: of the routed sum. shared: the intermediate size of the
-    shared experts, None where there are none."""
+    """router "softmax": logits in the model dtype, the k most probable. "sigmoid": fp32 logits, chosen by score and a frozen bias, inside
+    the topk_groups best of `groups` groups. activation: as `routed_experts` has it. scale: of the routed sum. shared: the intermediate size
+    of the shared experts, None where there are none."""
 
     experts: int
     k: int
@@ -58,8 +58,8 @@ class SoftmaxRouter(Linear):
 
 
 class SigmoidRouter(nn.Module):
-    """weight[E, H] in the model dtype, logits in fp32. bias[E] is fp32 in every model dtype and frozen: whoever balances the experts moves it,
-    by steps of 1e-3 beside values of about 7, which bf16 would swallow."""
+    """weight[E, H] in the model dtype, logits in fp32. bias[E] is fp32 in every model dtype and frozen: whoever balances the experts moves
+    it, by steps of 1e-3 beside values of about 7, which bf16 would swallow."""
 
     def __init__(self, hidden: int, config: MoEConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
