@@ -50,8 +50,8 @@ def read_pattern(hf: Mapping[str, Any]) -> str:
         raise InputError("config.json", f"layers_block_type holds {hf['layers_block_type'][names.index(None)]!r}", f"only {list(SPELLED)}")
     spellings = {spelling for spelling in (hf["hybrid_override_pattern"], "".join(map(str, names))) if spelling}
     if len(spellings) != 1:
-        problem = "differs from layers_block_type" if spellings else "is missing"
-        raise InputError("config.json", f"hybrid_override_pattern {problem}", "give one of them")
+        problem = "'hybrid_override_pattern' differs from layers_block_type" if spellings else "lacks 'hybrid_override_pattern'"
+        raise InputError("config.json", problem, "give it, or layers_block_type")
     pattern = spellings.pop()
     if unknown := set(pattern) - set(BLOCKS):
         raise InputError("config.json", f"hybrid_override_pattern holds {min(unknown)!r}", f"only {' '.join(BLOCKS)} are")
@@ -110,7 +110,7 @@ TINY_PATTERN = "ME*-M"
 
 
 def proxy_config(geometry: str, layers: int | None) -> dict[str, Any]:
-    """`real`: the layers of Nemotron-3-Nano-30B-A3B, the first ones of its pattern; from 8 on every pair of neighbours is among them.
+    """`real`: the layers of Nemotron-3-Nano-30B-A3B, the first ones of its pattern; from 7 on every pair of neighbours is among them.
     `tiny`: small enough for a CPU test, with every kind of block from 4 layers on."""
     whole = REAL_PATTERN if geometry == "real" else TINY_PATTERN
     pattern = "".join(islice(cycle(whole), layers or len(whole)))
