@@ -4,9 +4,12 @@
 Everything here takes and gives fp64; `dtype` says which model dtype the formula rounds to.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lite.primitive.kernels.visible import SSDShape
 from lite.primitive.parallel.packing import Seqlens
 
 
@@ -63,6 +66,47 @@ def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 def relu2(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded(x.clamp(min=0).pow(2), dtype)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, lengths: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """One token at a time: the last W rows of its sequence times the taps."""
+    W = weight.shape[1]
+    before = x.new_zeros(len(lengths), W - 1, x.shape[1]) if history is None else history
+    out = []
+    for past, rows in zip(before, x.split(list(lengths)), strict=True):
+        known = torch.cat([past, rows])
+        for t in range(len(rows)):
+            out.append((known[t : t + W] * weight.T).sum(0) + (0 if bias is None else bias))
+    s = torch.stack(out)
+    return rounded(s * torch.sigmoid(s), dtype)
+
+
+def ssd_scan(
+    xbc: Tensor, dt: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, boundary: Tensor | None, lengths: Sequence[int], shape: SSDShape,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence, one token after the other; of whole sequences or from `boundary` on. -> (y of every row, state after the last
+    full chunk)."""
+    H, P, G, N, L = shape
+    outs, ends = [], []
+    for i, (rows, steps) in enumerate(zip(xbc.split(list(lengths)), dt.split(list(lengths)), strict=True)):
+        end = state = xbc.new_zeros(H, P, N) if boundary is None else boundary[i]
+        for t, (row, step) in enumerate(zip(rows, (steps + dt_bias).exp().log1p(), strict=True)):
+            x = row[: H * P].view(H, P)
+            B, C = (part.view(G, N).repeat_interleave(H // G, dim=0) for part in row[H * P :].chunk(2))
+            state = (step * A).exp()[:, None, None] * state + step[:, None, None] * x[:, :, None] * B[:, None, :]
+            outs.append(((state * C[:, None, :]).sum(-1) + D[:, None] * x).flatten())
+            end = state if (t + 1) % L == 0 else end
+        ends.append(end)
+    return rounded(torch.stack(outs), dtype), torch.stack(ends)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float, dtype: torch.dtype) -> Tensor:
+    gated = x * gate * torch.sigmoid(gate)
+    parts = [part / (part.pow(2).mean(-1, keepdim=True) + eps).sqrt() for part in gated.chunk(groups, dim=-1)]
+    return rounded(rounded(torch.cat(parts, dim=-1), dtype) * weight, dtype)
 
 
 def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

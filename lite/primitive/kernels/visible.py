@@ -5,7 +5,8 @@ A kernel set is a module that fulfils `VisibleKernels` with pure functions: no a
 `probe.py` checks them on the device in hand:
 
 * row invariance: a token's output does not depend on which other tokens are in the call, how many, or where it stands among them;
-* prefix invariance (attention): a query's output is the same whether its keys came in one call or were cached by earlier ones;
+* prefix invariance (attention, scan): a token's output is the same whether what came before it came in one call or was kept from
+  earlier ones;
 * rounding: a result is rounded to the dtype stated here, at the points stated here, and nowhere else.
 
 Shapes: T tokens of all sequences in one row, H hidden, Hq/Hk query/key heads of D, F intermediate, V vocabulary rows held,
@@ -23,7 +24,8 @@ from lite.primitive.parallel.packing import Seqlens
 
 
 class SSDShape(NamedTuple):
-    """The shape of Mamba-2's scan: H, P, G, N, L. The convolution before it has C = H * P + 2 * G * N channels."""
+    """Mamba-2's scan: H heads of P, G groups of heads that share B and C, N numbers of state for each of a head's P, chunks of L tokens.
+    The convolution before it has H P + 2 G N channels."""
 
     heads: int
     head_dim: int
@@ -65,6 +67,37 @@ class VisibleKernels(Protocol):
 
     def relu2(self, x: Tensor) -> Tensor:
         """relu(x[T, F])^2 -> [T, F]: relu in the model dtype, squared, one rounding."""
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, seqlens: Seqlens) -> Tensor:
+        """Depthwise causal convolution of packed sequences (seqlens.cu_q) and silu: x[T, C], weight[C, W], bias[C] -> [T, C],
+        silu(bias + sum over w of weight[:, w] * row(t - W + 1 + w)). history[S, W - 1, C]: the rows before each sequence's first one,
+        zeros where there is nothing; None: zeros for all. Accumulated in fp32 from the bias on, taps in order; silu in fp32; one
+        rounding to the model dtype."""
+
+    def ssd_scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        boundary: Tensor | None,
+        seqlens: Seqlens,
+        shape: SSDShape,
+    ) -> tuple[Tensor, Tensor]:
+        """Mamba-2's scan. Head h of group g: state_t = exp(d_t A) state_{t-1} + d_t x_t B_t^T, y_t = state_t C_t + D x_t, with
+        d = softplus(dt + dt_bias), all in fp32. xbc[Tk, H P + 2 G N] holds x | B | C as they come out of the convolution; dt[Tk, H];
+        A[H] fp32; D, dt_bias[H] -> (y[Tq, H P] in the model dtype, boundary[S, H, P, N] fp32).
+
+        The replay rule: each sequence's rows (cu_k) begin at one of its chunk boundaries, a multiple of `shape.chunk` tokens, and
+        boundary[S, H, P, N] (fp32) is the state there; None: zeros, the sequences' starts. y is given for each sequence's last len_q
+        rows (cu_q); the boundary returned is the state after its last FULL chunk, the given one where there is none. An engine that
+        keeps the rows since the last boundary and gives them again before the new ones gets the same bits from a prefill, a prefill
+        cut at any token, and decode. In training cu_q == cu_k and boundary is None."""
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        """x[T, M] * silu(gate[T, M]), RMS-normalised over each of `groups` equal parts, all in fp32; rounded to the model dtype, times
+        weight[M], rounded -> [T, M]."""
 
     def router_logits(self, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         """x[T, H] @ weight[E, H].T -> [T, E] in out_dtype: fp32, or the model dtype (then it is `linear`). Accumulated in fp32."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lite.primitive.kernels.visible import VisibleKernels
+from lite.primitive.kernels.visible import SSDShape, VisibleKernels
 from lite.primitive.ops.aligned import VJP, visible_forward
 from lite.primitive.parallel.packing import Seqlens
 
@@ -33,6 +33,18 @@ class Ops:
         )
         self._swiglu = VJP(("gate_up",), ("y",), ("gate_up",), vjp.swiglu)
         self._relu2 = VJP(("x",), ("y",), ("x",), vjp.relu2)
+        self._causal_conv1d = VJP(
+            ("x", "weight", "bias", "history", "seqlens"), ("y",), ("x", "weight", "bias", "history"), vjp.causal_conv1d
+        )
+        self._ssd_scan = VJP(
+            ("xbc", "dt", "A", "D", "dt_bias", "boundary", "seqlens", "shape"),
+            ("y", "last_boundary"),
+            ("xbc", "dt", "A", "D", "dt_bias", "boundary"),
+            vjp.ssd_scan,
+            constants=("last_boundary",),
+        )
+        self._gated_rms_norm = VJP(("x", "gate", "weight", "groups", "eps"), ("y",), ("x", "gate", "weight"), vjp.gated_rms_norm)
+        self._ssm_decay = VJP(("A_log",), ("A",), ("A",), vjp.ssm_decay)
         self._router_logits = VJP(("x", "weight", "out_dtype"), ("y",), ("x", "weight"), vjp.router_logits)
         self._topk_softmax = VJP(
             ("logits", "k", "renormalize"), ("weights", "ids"), ("logits", "ids"), vjp.topk_softmax, constants=("ids",)
@@ -78,6 +90,30 @@ class Ops:
 
     def relu2(self, x: Tensor) -> Tensor:
         return visible_forward(self.visible.relu2, self._relu2, x)
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, seqlens: Seqlens) -> Tensor:
+        return visible_forward(self.visible.causal_conv1d, self._causal_conv1d, x, weight, bias, history, seqlens)
+
+    def ssd_scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        boundary: Tensor | None,
+        seqlens: Seqlens,
+        shape: SSDShape,
+    ) -> tuple[Tensor, Tensor]:
+        """-> (y[Tq, H P], boundary[S, H, P, N] fp32); boundaries, given and returned, are constants."""
+        return visible_forward(self.visible.ssd_scan, self._ssd_scan, xbc, dt, A, D, dt_bias, boundary, seqlens, shape)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        return visible_forward(self.visible.gated_rms_norm, self._gated_rms_norm, x, gate, weight, groups, eps)
+
+    def ssm_decay(self, A_log: Tensor) -> Tensor:
+        """A_log[H] -> A[H] fp32 = -exp(A_log), the same with every kernel set."""
+        return visible_forward(lambda A_log: -torch.exp(A_log.float()), self._ssm_decay, A_log)
 
     def router_logits(self, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         return visible_forward(self.visible.router_logits, self._router_logits, x, weight, out_dtype)

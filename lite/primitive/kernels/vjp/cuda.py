@@ -17,17 +17,20 @@ from lite.primitive.kernels.vjp import torch as torch_vjp
 from lite.primitive.kernels.vjp.torch import (
     add_rms_norm,
     embedding,
+    gated_rms_norm,
     grouped_topk,
     relu2,
     rms_norm,
     rotary,
     router_logits,
+    ssm_decay,
     swiglu,
     topk_softmax,
 )
+from lite.primitive.kernels.vjp.torch_mamba import causal_conv1d, ssd_scan
 
-__all__ = ["add_rms_norm", "attention", "embedding", "grouped_topk", "linear", "relu2", "rms_norm", "rotary", "routed_experts",
-           "router_logits", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
+__all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
+           "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
 
 
 def linear(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:

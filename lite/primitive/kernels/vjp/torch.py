@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lite.primitive.kernels.vjp import Grads, Needs, Values
+from lite.primitive.kernels.vjp.torch_mamba import causal_conv1d, gated_rms_norm, ssd_scan, ssm_decay
 from lite.primitive.kernels.vjp.torch_moe import grouped_topk, routed_experts, topk_softmax
 
-__all__ = ["add_rms_norm", "attention", "embedding", "grouped_topk", "linear", "relu2", "rms_norm", "rotary", "routed_experts",
-           "router_logits", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
+__all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
+           "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
