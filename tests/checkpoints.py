@@ -28,6 +28,7 @@ from lite.runtime.runtime import Handle, Runtime
 torch.set_num_threads(1)
 
 FAMILIES = families()
+TIES = [name for name in FAMILIES if name != "nemotron_h"]  # their heads can be tied to the embedding
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Four query heads on two key heads: a fused projection whose parts are told apart by nothing but their order.
 SMALL = {

@@ -53,7 +53,7 @@ def write_proxy(name: str, folder: Path, *, geometry: str, layers: int | None, d
                 normal(module.bias, 0.1)
         elif isinstance(module, Experts):
             normal(module.w13, module.w13.shape[2] ** -0.5)
-            normal(module.w2, 2.0 * module.w2.shape[2] ** -0.5)  # a mean of a few independent experts is smaller than each
+            normal(module.w2, (config.moe.k / module.w2.shape[2]) ** 0.5)  # the mean of k independent experts is smaller by k**0.5
         elif isinstance(module, Mamba2Mixer):
             normal(module.conv_weight, module.config.conv_width**-0.5)
             if module.conv_bias is not None:

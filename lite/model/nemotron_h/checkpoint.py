@@ -80,7 +80,6 @@ WEIGHTS: WeightTable = (
     Weight("layers.{layer}.mlp.shared.up.weight", (_MIXER + "shared_experts.up_proj.weight",), at=_mlp("moe"), shard_axis=0),
     Weight("layers.{layer}.mlp.shared.down.weight", (_MIXER + "shared_experts.down_proj.weight",), at=_mlp("moe"), shard_axis=1),
     Weight("norm.weight", ("backbone.norm_f.weight",)),
-    Weight("head.weight", ("lm_head.weight",), when=lambda c: not c.tied_head, shard_axis=0),
-    Skip("lm_head.weight", "tied to the embedding", when=lambda c: c.tied_head),
+    Weight("head.weight", ("lm_head.weight",), shard_axis=0),
     Skip("mtp.*", "a block that predicts further tokens, which neither training nor rollout runs"),
 )

@@ -18,13 +18,14 @@ HONOURED = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"), REQUIRED),
     **dict.fromkeys(("num_key_value_heads", "num_hidden_layers", "hybrid_override_pattern", "layers_block_type")),
     **dict.fromkeys((*MAMBA_SIZES, *MOE_SIZES)),
-    "head_dim": 128, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "use_bias": False, "use_conv_bias": True,
+    "head_dim": 128, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
     "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
 }  # fmt: skip
 ONLY = {
     "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
     "mamba_proj_bias": (False,), "attention_dropout": (0.0,), "hidden_dropout": (0.0,), "sliding_window": (None,),
     "residual_in_fp32": (False,), "moe_latent_size": (None,), "n_shared_experts": (1,), "mamba_ssm_cache_dtype": ("float32",),
+    "tie_word_embeddings": (False,),  # neither transformers nor vLLM ties them
     # no limit, as JSON spells it and as transformers does
     "time_step_limit": (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
 }  # fmt: skip
@@ -79,7 +80,7 @@ def read_config(source: Mapping[str, Any]) -> DecoderConfig:
         norm_eps=hf["layer_norm_epsilon"],
         max_positions=hf["max_position_embeddings"],
         rotary=None,
-        tied_head=hf["tie_word_embeddings"],
+        tied_head=False,
         mamba=_mamba(hf) if "M" in pattern else None,
         moe=_moe(hf) if "E" in pattern else None,
     )

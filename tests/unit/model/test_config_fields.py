@@ -103,6 +103,7 @@ def test_an_unknown_key_is_refused(name: str) -> None:
         ("nemotron_h", "mamba_hidden_act", "gelu"),
         ("nemotron_h", "attention_bias", True),
         ("nemotron_h", "mlp_bias", True),
+        ("nemotron_h", "tie_word_embeddings", True),
         ("nemotron_h", "mamba_proj_bias", True),
         ("nemotron_h", "hidden_dropout", 0.1),
         ("nemotron_h", "sliding_window", 4096),
