@@ -47,7 +47,9 @@ def _lines(r: dict[str, Any], plots: list[str]) -> list[str]:
         lines.append(
             f"| {u['step']} | {u['loss']:.4g} | {u['grad_norm']:.4g} | {u['master_update_norm']:.4g} | {u['deployed_bytes_changed']:,} "
             f"| {u['nonzero_advantages']} of {u['samples']} | {u['groups']} ({u['collapsed_groups']}, {u['zero_advantage_groups']}) "
-            f"| {u['distinct_samples']} | {u['parameters_with_grad']} of {u['parameters_expected']} |"
+            f"| {u['distinct_samples']} | {u['parameters_with_grad']} of {u['parameters_expected']}"
+            + (f" ({len(u['without_grad'])} frozen or of {u['idle_experts']} experts without a token)" if u["without_grad"] else "")
+            + " |"
         )
     probes = r["kernels"]["probes"]
     reported = [p for p in probes if not p["ok"]]

@@ -104,7 +104,8 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
         vllm_engine = _vllm_engine(c, engine_bundle, folder, task)
         ops = vllm_ops(c.attention)
         trainer = runtime.build_model(ops, vllm_engine.page)
-        vllm_engine.check_rotary(trainer.bundle.module.cos_sin)
+        if (cos_sin := trainer.bundle.module.cos_sin) is not None:
+            vllm_engine.check_rotary(cos_sin)
         engine: RolloutEngine = vllm_engine
     else:
         ops = reference_ops()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lite.acceptance import prove as prove_module
+from lite.acceptance import proof
 from lite.acceptance.grpo import reward_trend
 from tests.unit.acceptance.test_prove import mlite
 
@@ -90,14 +90,14 @@ def test_a_run_broken_off_before_its_first_checkpoint_starts_again(straight, tmp
 
 def test_the_first_mismatch_stops_the_run_and_can_be_replayed(tmp_path, monkeypatch, capsys) -> None:
     """The fault: from theta2 on the rollout's logprobs are an ulp off, as an engine that drifts would give them."""
-    out, sound = tmp_path / "run", prove_module.save_bundle
+    out, sound = tmp_path / "run", proof.save_bundle
 
     def drifting(path, trajectories, *rest):
         if path.stem == "theta2":
             trajectories[4].logprobs[3] = torch.nextafter(trajectories[4].logprobs[3], torch.tensor(0.0))
         return sound(path, trajectories, *rest)
 
-    monkeypatch.setattr(prove_module, "save_bundle", drifting)
+    monkeypatch.setattr(proof, "save_bundle", drifting)
     assert mlite(monkeypatch, *RUN, "--updates", 5, "--out", out) == 1
     receipt = json.loads((out / "receipt.json").read_text())
     assert [p["score"]["mismatch"] for p in receipt["policies"]] == [0, 0, 1], "nothing after the first mismatch"
