@@ -96,7 +96,7 @@ def trainer(folder: Path, dtype: str = "bf16", optimizer: OptimizerConfig | None
     return runtime, runtime.build_model()
 
 
-def engine(folder: Path, dtype: str = "bf16", **limits: int) -> EmbeddedEngine:
+def engine(folder: Path, dtype: str = "bf16", **limits: Any) -> EmbeddedEngine:
     config = RuntimeConfig(str(folder), backend_cfg=MegatronLiteConfig(dtype=dtype, device="cpu", optimizer=None))  # type: ignore[arg-type]
     return EmbeddedEngine(Runtime(config).bundle(), folder, **limits)
 
