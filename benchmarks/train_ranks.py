@@ -63,11 +63,14 @@ def trainer(spec: dict[str, Any]) -> Leg:
 
 
 def join(spec: dict[str, Any], rank: int, store: str) -> None:
+    """Connects the ranks: before batch-invariant mode, which would leave NCCL a single channel."""
+    group: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": spec["ranks"]}
     if spec["device"] == "cuda":
         torch.cuda.set_device(rank)
-    # offloaded shards are added up on the CPU
-    backend = "cpu:gloo,cuda:nccl" if spec["device"] == "cuda" else "gloo"
-    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=spec["ranks"])
+        # gloo: what is offloaded is added up on the CPU
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank), **group)
+    else:
+        dist.init_process_group("gloo", **group)
 
 
 def follow(spec: dict[str, Any], rank: int, store: str) -> None:

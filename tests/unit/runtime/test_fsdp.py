@@ -291,6 +291,7 @@ def score_step_score(sharded: bool) -> Tensor:
     data = batches(count=2) if sharded else batches(count=2)[-1:]
     o[0].forward_backward(o[1], batches(count=2), nll)
     o[0].forward_backward(o[1], data, forward_only=True)
+    o[0].to(o[1], "cpu")
     o[0].optimizer_step(o[1])
     return o[0].forward_backward(o[1], data, forward_only=True).log_probs[-1]
 
@@ -298,6 +299,19 @@ def score_step_score(sharded: bool) -> Tensor:
 def test_a_score_before_a_step_leaves_no_stale_weights() -> None:
     """Of the second rank's batch; two micro-batches over two ranks add up as in one process: one addition."""
     assert same(on_ranks(2, score_step_score, True)[1], score_step_score(False))
+
+
+def written(folder: Path) -> Tensors:
+    o = opened()
+    update(o, batches())
+    o[0].save_hf(o[1], folder)
+    return dict(read_tensors(folder)) | {"exported": torch.tensor(list(bytes.fromhex(o[1].weights.fingerprint())))}
+
+
+def test_a_saved_model_is_whole_on_every_rank_when_the_call_returns(tmp_path: Path) -> None:
+    first, second = on_ranks(2, written, tmp_path)
+    want = update(opened(), batches())["export"]
+    assert equal(first, second) and equal({name: first[name] for name in want}, want) and len(first) == len(want) + 1
 
 
 def apart(folder: Path) -> tuple[dict[str, Any], str]:
