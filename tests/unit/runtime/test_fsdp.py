@@ -279,6 +279,8 @@ def writes() -> None:
         o = opened()
         with pytest.raises(RuntimeError, match="written between forward"):
             o[0].forward_backward(o[1], batches(), writing(how, o))
+        if how == "a step":  # of nothing: stopped before its backward, the trainer goes on
+            assert update(o, batches())["fingerprint"] == update(opened(), batches())["fingerprint"]
 
 
 def test_weights_written_between_forward_and_backward_are_an_error_on_every_rank() -> None:
@@ -299,6 +301,20 @@ def score_step_score(sharded: bool) -> Tensor:
 def test_a_score_before_a_step_leaves_no_stale_weights() -> None:
     """Of the second rank's batch; two micro-batches over two ranks add up as in one process: one addition."""
     assert same(on_ranks(2, score_step_score, True)[1], score_step_score(False))
+
+
+def scored() -> tuple[set[torch.dtype], list[Tensor], str]:
+    backend = MegatronLiteConfig(dtype="bf16", device="cpu", optimizer=None)
+    runtime = Runtime(RuntimeConfig(checkpoint("qwen2"), backend_cfg=backend))
+    handle = runtime.build_model()
+    scores = runtime.forward_backward(handle, batches(), forward_only=True).log_probs
+    return {p.dtype for p in handle.weights.parameters.values()}, scores, handle.weights.fingerprint()
+
+
+def test_a_model_that_only_scores_is_sharded_in_its_own_dtype() -> None:
+    (_, plain, fingerprint), ranks = scored(), on_ranks(2, scored)
+    assert all(dtypes == {torch.bfloat16} and print_ == fingerprint for dtypes, _, print_ in ranks)
+    assert all(same(a, b) for a, b in zip(ranks[0][1] + ranks[1][1], plain, strict=True))
 
 
 def written(folder: Path) -> Tensors:
