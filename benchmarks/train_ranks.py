@@ -26,9 +26,7 @@ def trainer(spec: dict[str, Any]) -> Leg:
     """Builds this rank's share of the model. -> what measures it; in a group, on every rank at once."""
     device, grouped = spec["device"], dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    backend = MegatronLiteConfig(
-        dtype=spec["dtype"], device=device, fsdp=FsdpConfig(**spec["fsdp"]), optimizer=OptimizerConfig(lr=1e-6)
-    )
+    backend = MegatronLiteConfig(dtype=spec["dtype"], device=device, fsdp=FsdpConfig(**spec["fsdp"]), optimizer=OptimizerConfig(lr=1e-6))
     runtime = Runtime(RuntimeConfig(spec["folder"], backend_cfg=backend))
     handle = runtime.build_model(exact_kernels(spec["kernels"]))
 

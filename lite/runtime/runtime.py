@@ -108,8 +108,8 @@ class Runtime:
         Losses add up over the micro-batches, and over the ranks where there are several: loss_fn returns this micro-batch's share of the
         whole. Every rank gives as many micro-batches, of its own samples; ranks talk about gradients once, in the last one's backward.
         Without a loss_fn the batch is scored (forward_only must be set). Raises RuntimeError where loss_fn wrote the weights, InputError
-        on every rank where the ranks' numbers of micro-batches differ or one's batch is refused. A sharded model is of no use after an error
-        in the middle of a backward: build it anew.
+        on every rank where the ranks' numbers of micro-batches differ or one's batch is refused. A sharded model is of no use after an
+        error in the middle of a backward: build it anew.
         """
         batches = [data] if isinstance(data, PackedBatch) else list(data)
         if num_microbatches not in (None, len(batches)):
