@@ -228,10 +228,10 @@ def test_weights_written_between_forward_and_backward_are_an_error_on_every_rank
 def score_step_score(sharded: bool) -> Tensor:
     """A forward without a backward leaves gathered weights behind, which the step makes stale."""
     o = opened(reshard_after_forward=False)
+    o[0].to(o[1], "cpu")
     data = batches(count=2) if sharded else batches(count=2)[-1:]
     o[0].forward_backward(o[1], batches(count=2), nll)
     o[0].forward_backward(o[1], data, forward_only=True)
-    o[0].to(o[1], "cpu")
     o[0].optimizer_step(o[1])
     return o[0].forward_backward(o[1], data, forward_only=True).log_probs[-1]
 
@@ -277,11 +277,13 @@ def apart(folder: Path) -> tuple[dict[str, Any], str]:
     bundle.module.layers[1].mlp_norm.weight.requires_grad_(False)
     weights = ShardedWeights(bundle, FsdpConfig(), torch.bfloat16, torch.device("cpu"), True)
     weights.load(read_tensors(folder), 0, folder)
-    batch = PackedBatch.from_samples(make_samples([(4, 9), (1, 5)], dist.get_rank()))
+    batch, seen = PackedBatch.from_samples(make_samples([(4, 9), (1, 5)], dist.get_rank())), []
+    norm.register_forward_pre_hook(lambda module, given: seen.append(module.weight.dtype))
     scores = bundle.module(batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows)
     scores.logprob.sum().backward()
     grads = {name: None if p.grad is None else p.grad.dtype for name, p in weights.parameters.items()}
     frozen = "layers.1.mlp_norm.weight"
+    assert seen == [torch.float32], "what the kernel reads"
     assert grads.pop(frozen) is None and not isinstance(weights.parameters[frozen], DTensor) and set(grads.values()) == {torch.float32}
     return {name: t.clone() for name, t in weights.export()}, weights.fingerprint()
 
