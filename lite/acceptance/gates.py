@@ -68,7 +68,7 @@ GATES: tuple[Gate, ...] = (
     _pytest("engine-sync", "An update reaches the engine whole, through two syncs in a row, sleep and wake.", "test_engine_sync.py"),
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
-            "test_fsdp.py"),
+            "test_two_gpus.py"),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """On two Hopper GPUs: a model sharded over both trains as one GPU does, with vLLM's kernels at Qwen3-8B's layer geometry, 2 layers.
 
-    python -m pytest tests/gpu/test_fsdp.py -m gpu        # with vLLM 0.26 installed
+    python -m pytest tests/gpu/test_two_gpus.py -m gpu        # with vLLM 0.26 installed
 
 Limits, set before any run: see tests/unit/runtime/test_fsdp.py. Every micro-batch has one gradient wherever it runs (kernels and
 backwards are deterministic), so what differs is the order in which four of them are added in fp32. An offloaded step runs AdamW on the
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None,
-        reason="needs two Hopper GPUs and vLLM 0.26: run `python -m pytest tests/gpu/test_fsdp.py -m gpu` there",
+        reason="needs two Hopper GPUs and vLLM 0.26: run `python -m pytest tests/gpu/test_two_gpus.py -m gpu` there",
     ),
 ]
 
