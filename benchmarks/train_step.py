@@ -1,6 +1,8 @@
-"""Forward and backward of one packed batch: exact against native and against transformers, on one GPU.
+"""Forward and backward of one packed batch: exact against native and against transformers, on one GPU. With --fsdp, --recompute or
+--offload: whole training steps of the Runtime with what is asked for, against plain ones on one GPU.
 
     python -m benchmarks.train_step --out runs/train_step.json
+    python -m benchmarks.train_step --fsdp 2 --recompute --out runs/train_fsdp.json
     python -m benchmarks.train_step --profile --out runs/train_profile.json
 """
 
@@ -54,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         }  # fmt: skip
         arms = {
             name: Arm(name, "benchmarks.train_worker", spec | {"arm": name}, progress.log(name), ENVIRONMENT[name])
-            for name in ("exact", *args.against)
+            if args.base == "exact"
+            else Arm(name, "benchmarks.train_ranks", spec | settings(args, name), progress.log(name), ENVIRONMENT["exact"] | RANKS)
+            for name in (args.base, *args.against)
         }
         try:
             progress.say(f"starting {', '.join(arms)}")
@@ -65,6 +69,17 @@ def run(args: argparse.Namespace) -> int:
             for arm in arms.values():
                 arm.close()
     return 0 if result["finished"] else 1
+
+
+RANKS: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0"}  # without NVLink multicast, which not every host lends
+
+
+def settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Of an arm of whole steps. What is offloaded: shards with their optimizer's state; unsharded, masters and moments between steps."""
+    if name == "plain":
+        return {"ranks": 1, "fsdp": {}}
+    offload = {"param_offload" if args.fsdp > 1 else "optimizer_offload": args.offload}
+    return {"ranks": args.fsdp, "fsdp": {"recompute": args.recompute, **offload}}
 
 
 # the exact arm's mode is on before anything of its process imports vllm, and off in the others
@@ -80,10 +95,10 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
         for pair in range(args.pairs)
         for tokens in args.tokens
         for other in args.against
-        for order in [pair_orders("exact", other, args.pairs)[pair]]
+        for order in [pair_orders(args.base, other, args.pairs)[pair]]
     ]
     last: dict[tuple[int, str], float] = {}
-    result |= {"complete": True, "summary": summarise([], args.tokens, args.against)}
+    result |= {"complete": True, "summary": summarise([], args.tokens, args.against, args.base)}
     for tokens, other, pair, order in progress.over(plan, "pairs"):
         if progress.elapsed() + last.get((tokens, other), 0.0) > args.minutes * 60:
             progress.say(f"pair {pair} of {tokens} tokens against {other} would pass {args.minutes:g} minutes; left out")
@@ -97,7 +112,7 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
                 flops = step_flops(config, unequal_lengths(tokens, args.longest, args.seed), leg["rows_scored"])
                 rate = flops["total"] / leg["seconds"]
                 leg |= {"flops": flops, "tflops": rate / 1e12, "of_limit": rate / MEASURED_LIMIT}
-                leg["tokens_per_second"] = tokens / leg["seconds"]
+                leg["tokens_per_second"] = tokens * leg.get("ranks", 1) / leg["seconds"]
                 progress.say(f"{tokens} tokens, pair {pair}, {name}: {leg['seconds'] * 1e3:.1f} ms")
             except LegError as error:
                 leg["error"] = str(error)
@@ -105,7 +120,7 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
                 if error.dead:
                     raise
             result["legs"].append(leg)
-            result["summary"] = summarise(result["legs"], args.tokens, args.against)
+            result["summary"] = summarise(result["legs"], args.tokens, args.against, args.base)
             report.write(args.out, result)
         last[tokens, other] = progress.elapsed() - before
     result["finished"] = True
@@ -114,27 +129,29 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
     draw(args.out, result["summary"])
 
 
-def summarise(legs: list[Leg], sizes: list[int], others: list[str]) -> list[dict[str, Any]]:
-    """A row a size and opponent: exact / other within each pair, above 1 where exact is slower or larger."""
+def summarise(legs: list[Leg], sizes: list[int], others: list[str], base: str = "exact") -> list[dict[str, Any]]:
+    """A row a size and opponent: base / other within each pair, above 1 where the base is slower or larger."""
     rows = []
     for tokens in sizes:
         for other in others:
             own = [leg for leg in legs if leg["tokens"] == tokens and leg["against"] == other]
             values = ("seconds", "peak_bytes", "tokens_per_second", "tflops", "of_limit", "loss")
             rows.append({
-                "tokens": tokens, "against": other,
-                "time": ratio(own, "exact", other, "seconds"), "memory": ratio(own, "exact", other, "peak_bytes"),
-                **{name: {value: median(own, name, value) for value in values} for name in ("exact", other)},
+                "tokens": tokens, "base": base, "against": other,
+                "time": ratio(own, base, other, "seconds"), "memory": ratio(own, base, other, "peak_bytes"),
+                **{name: {value: median(own, name, value) for value in values} for name in (base, other)},
             })  # fmt: skip
     return rows
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="exact / other, medians of pairs (above 1: exact is slower, or needs more memory)", title_justify="left")
-    for column in ("tokens", "against", "time", "each pair", "memory", "exact tok/s", "other tok/s", "exact TFLOP/s", "of limit", "losses"):
+    base = rows[0]["base"]
+    table = Table(title=f"{base} / other, medians of pairs (above 1: {base} is slower, or needs more memory)", title_justify="left")
+    values = (f"{base} tok/s", "other tok/s", f"{base} TFLOP/s", "of limit", "losses")
+    for column in ("tokens", "against", "time", "each pair", "memory", *values):
         table.add_column(column, justify="right")
     for row in rows:
-        exact, other = row["exact"], row[row["against"]]
+        exact, other = row[base], row[row["against"]]
         each = " ".join(f"{value:.2f}" for value in row["time"]["pairs"])
         table.add_row(
             str(row["tokens"]), row["against"], report.number(row["time"]["median"], ".2f"), each,
@@ -176,7 +193,7 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
             for x, row in enumerate(rows):
                 axis.plot([x] * len(row[value]["pairs"]), row[value]["pairs"], "k.", ms=4)
             axis.axhline(1, color="0.5", lw=0.8)
-            axis.set_ylabel(f"{value}: exact / other")
+            axis.set_ylabel(f"{value}: {rows[0].get('base', 'exact')} / other")
 
     report.figure(out, 2, paint)
 
@@ -192,7 +209,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm")
     parser.add_argument("--transformers-attention", choices=("flash", "sdpa"), default="flash", help="torch's packed flash, or its SDPA")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the program, with reference kernels")
-    return parser.parse_args(argv)
+    parser.add_argument("--fsdp", type=report.positive, default=1, metavar="N", help="shard over N ranks, a GPU each")
+    parser.add_argument("--recompute", action="store_true", help="layers run again in backward")
+    parser.add_argument("--offload", action="store_true", help="shards (unsharded: masters and moments) rest on the CPU")
+    args = parser.parse_args(argv)
+    asked = [f"fsdp{args.fsdp}"] * (args.fsdp > 1) + ["recompute"] * args.recompute + ["offload"] * args.offload
+    args.base = "plain" if asked else "exact"
+    if asked:
+        args.against = ["+".join(asked)]
+        if args.profile:
+            parser.error("--profile is of the exact arm; leave out --fsdp, --recompute and --offload")
+    return args
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lite.runtime.batch import PackedBatch as PackedBatch
+    from lite.runtime.config import FsdpConfig as FsdpConfig
     from lite.runtime.config import MegatronLiteConfig as MegatronLiteConfig
     from lite.runtime.config import OptimizerConfig as OptimizerConfig
     from lite.runtime.config import ParallelConfig as ParallelConfig
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "PackedBatch": "lite.runtime.batch",
+    "FsdpConfig": "lite.runtime.config",
     "MegatronLiteConfig": "lite.runtime.config",
     "OptimizerConfig": "lite.runtime.config",
     "ParallelConfig": "lite.runtime.config",

@@ -67,6 +67,8 @@ GATES: tuple[Gate, ...] = (
     _pytest("moe-inference", "Qwen3-30B-A3B's layers decode as they prefill, whole and in pieces.", "test_moe_inference.py"),
     _pytest("engine-sync", "An update reaches the engine whole, through two syncs in a row, sleep and wake.", "test_engine_sync.py"),
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
+    _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
+            "test_two_gpus.py"),
 )  # fmt: skip
 
 

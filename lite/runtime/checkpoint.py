@@ -32,16 +32,16 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
     if (last := latest(root)) is not None and last.name >= final.name:
         raise InputError(root, f"holds {last.name} already", f"go on from it, or save step {step} elsewhere")
     scratch = root / f"{final.name}{PARTIAL}"
-    _barrier()
-    if _first_rank():
+    barrier()
+    if first_rank():
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-    _barrier()
+    barrier()
     writer = dcp.HuggingFaceStorageWriter(str(scratch), save_distributed=True)
     with _one_process_is_meant():
         dcp.save(dict(tensors), storage_writer=writer, no_dist=not _distributed())
-    _barrier()
-    if _first_rank():
+    barrier()
+    if first_rank():
         _write(scratch / STATE, json.dumps(facts, indent=1))
         _flush(scratch)
         os.rename(scratch, final)
@@ -49,7 +49,7 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
         for old in whole(root)[:-keep]:
             # its name goes first: half-deleted it must not be taken for whole
             shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
-    _barrier()
+    barrier()
     return final
 
 
@@ -118,22 +118,26 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _first_rank() -> bool:
+def first_rank() -> bool:
     return not _distributed() or dist.get_rank() == 0
 
 
-def _barrier() -> None:
+def barrier() -> None:
     if _distributed():
         dist.barrier()
 
 
+def ranks() -> int:
+    return dist.get_world_size() if _distributed() else 1
+
+
 def random_state() -> dict[str, Tensor]:
-    """torch's global random streams, of the CPU and of this process's GPU, [n] uint8 each."""
-    states = {"random.cpu": torch.get_rng_state()}
-    return states | ({"random.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    """torch's global random streams, of the CPU and of this process's GPU, [n] uint8 each, under names of this rank."""
+    rank = dist.get_rank() if _distributed() else 0
+    states = {f"random.{rank}.cpu": torch.get_rng_state()}
+    return states | ({f"random.{rank}.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def set_random_state(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["random.cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["random.cuda"])
+    for name, state in states.items():
+        {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}[name.rpartition(".")[2]](state)

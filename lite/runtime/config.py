@@ -10,7 +10,7 @@ import torch
 from lite.errors import InputError, nearest
 from lite.model.protocol import ParallelConfig
 
-__all__ = ["MegatronLiteConfig", "OptimizerConfig", "ParallelConfig", "RuntimeConfig", "from_dict"]
+__all__ = ["FsdpConfig", "MegatronLiteConfig", "OptimizerConfig", "ParallelConfig", "RuntimeConfig", "from_dict"]
 
 T = TypeVar("T")
 
@@ -51,6 +51,30 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class FsdpConfig:
+    """Data parallel and what saves memory; names follow verl's FSDPEngineConfig. No choice changes a logprob's bytes.
+
+    shard                  auto: over the ranks of the process group where there is one of several; always: over one rank, too
+    reshard_after_forward  a layer's gathered weights are freed after its forward and gathered again for its backward
+    recompute              a layer keeps its inputs only and runs again in backward
+    param_offload          shards of masters, gradients and moments rest on the CPU, and the step runs there; needs sharding, and a CPU
+                           backend in the process group (cpu:gloo,cuda:nccl)
+    optimizer_offload      moments (unsharded: masters too) rest on the CPU between steps
+    """
+
+    shard: Literal["auto", "always"] = "auto"
+    reshard_after_forward: bool = True
+    recompute: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+        if self.param_offload and self.optimizer_offload:
+            raise InputError("FsdpConfig.optimizer_offload", "is a part of param_offload", "set one of them")
+
+
+@dataclass(frozen=True)
 class MegatronLiteConfig:
     """model_name: a family, or "auto" to read the checkpoint's model_type. optimizer None builds a model that only scores.
     override: keys of config.json to replace. impl_cfg: the family's own options."""
@@ -60,6 +84,7 @@ class MegatronLiteConfig:
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: str = "auto"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     override: Mapping[str, Any] = field(default_factory=dict)
     impl_cfg: Mapping[str, Any] = field(default_factory=dict)

@@ -1,69 +1,31 @@
 """The trainer: builds a model, scores and differentiates packed batches, steps the optimizer, exports weights."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle, ModelProtocol
 from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
-from lite.primitive.ckpt.hf_weights import LoadReport
 from lite.primitive.ckpt.safetensors_files import read_tensors, write_checkpoint
 from lite.primitive.ckpt.spec import Skip
-from lite.primitive.kernels.probe import Probe, probe_kernels
+from lite.primitive.kernels.probe import probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
 from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
-from lite.runtime import checkpoint
+from lite.runtime import checkpoint, resume
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import RuntimeConfig, from_dict
+from lite.runtime.fsdp import ShardedWeights, agree, recompute, sharding_wanted
+from lite.runtime.handle import ForwardResult, Handle, LossFn, StepContext
 from lite.runtime.weights import DeployedWeights
 
-
-@dataclass(frozen=True)
-class StepContext:
-    """What a loss function may want to know: which micro-batch of how many this is."""
-
-    index: int
-    num_microbatches: int
-    forward_only: bool
-
-
-LossFn = Callable[[TokenScores, PackedBatch, StepContext], tuple[Tensor, dict[str, Any]]]
-
-
-@dataclass
-class ForwardResult:
-    """One entry a micro-batch, in the order given. log_probs and entropy [T] fp32, detached; rows that were not scored are 0."""
-
-    weights_version: int
-    log_probs: list[Tensor] = field(default_factory=list)
-    entropy: list[Tensor] = field(default_factory=list)
-    requires_grad: list[bool] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class Handle:
-    """A built model and what trains it."""
-
-    bundle: ModelBundle
-    weights: DeployedWeights
-    load_report: LoadReport
-    probes: tuple[Probe, ...]
-    device: torch.device
-    optimizer: MasterAdamW | None = None
-    schedule: torch.optim.lr_scheduler.LambdaLR | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        return self.bundle.module
+__all__ = ["ForwardResult", "Handle", "LossFn", "Runtime", "StepContext", "create_runtime"]
 
 
 class Runtime:
@@ -96,7 +58,8 @@ class Runtime:
         return bundle
 
     def build_model(self, ops: Ops | None = None, page: int = 16) -> Handle:
-        """Built, probed and loaded, as policy version 0. Without an optimizer in the config it scores only.
+        """Built, probed and loaded, as policy version 0. Without an optimizer in the config it scores only. In a process group of several
+        ranks its weights are sharded over them (`FsdpConfig`), and every method that returns weights or changes them is collective.
         page: the engine's, for the probe.
 
         Raises ProbeError where a kernel breaks its promise on this device, InputError for a checkpoint that does not fit.
@@ -105,11 +68,15 @@ class Runtime:
         ops = ops or reference_ops()
         bundle = self.bundle(ops)
         probes = probe_kernels(ops.visible, bundle.module.probe_shapes(), cfg.torch_dtype, cfg.torch_device, page)
-        weights = DeployedWeights(bundle)
+        if cfg.fsdp.recompute:
+            recompute(bundle.module.layers)
+        sharded = sharding_wanted(cfg.fsdp)
+        trained = cfg.optimizer is not None
+        weights = ShardedWeights(bundle, cfg.fsdp, cfg.torch_dtype, cfg.torch_device, trained) if sharded else DeployedWeights(bundle)
         optimizer = schedule = None
         if (o := cfg.optimizer) is not None:
             optimizer = MasterAdamW(
-                dict(bundle.module.named_parameters()),
+                weights.parameters,
                 lr=o.lr, weight_decay=o.weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, clip_grad=o.clip_grad,
             )  # fmt: skip
             schedule = lr_schedule(
@@ -117,6 +84,8 @@ class Runtime:
                 decay_steps=o.lr_decay_steps, style=o.lr_decay_style,
             )  # fmt: skip
         report = weights.load(read_tensors(self.folder), 0, self.folder, optimizer.masters if optimizer else None)
+        if optimizer is not None and cfg.fsdp.optimizer_offload:
+            optimizer.to(torch.device("cpu"))
         return Handle(bundle, weights, report, probes, cfg.torch_device, optimizer, schedule)
 
     def train_mode(self, handle: Handle) -> None:
@@ -136,25 +105,34 @@ class Runtime:
     ) -> ForwardResult:
         """Scores every micro-batch and, unless forward_only, adds the gradient of its loss.
 
-        Losses add up over the micro-batches: loss_fn returns this micro-batch's share of the whole. Without a loss_fn the batch is
-        scored (forward_only must be set). Raises RuntimeError where loss_fn wrote the weights.
+        Losses add up over the micro-batches, and over the ranks where there are several: loss_fn returns this micro-batch's share of the
+        whole. Every rank gives as many micro-batches, of its own samples; ranks talk about gradients once, in the last one's backward.
+        Without a loss_fn the batch is scored (forward_only must be set). Raises RuntimeError where loss_fn wrote the weights, InputError
+        on every rank where the ranks' numbers of micro-batches differ or one's batch is refused. A sharded model is of no use after an
+        error in the middle of a backward: build it anew.
         """
         batches = [data] if isinstance(data, PackedBatch) else list(data)
         if num_microbatches not in (None, len(batches)):
             raise InputError("forward_backward", f"{len(batches)} micro-batches, {num_microbatches} announced", "give as many as announced")
         if loss_fn is None and not forward_only:
             raise InputError("forward_backward", "no loss function for a backward", "give loss_fn or set forward_only")
-        result = ForwardResult(handle.weights.require())
+        result, ranks = ForwardResult(handle.weights.require()), checkpoint.ranks() if isinstance(handle.module, FSDPModule) else 1
+        self._check(handle, batches, "scored" if forward_only else "with a backward")
         for index, batch in enumerate(batches):
-            batch = self._checked(handle, batch).to(handle.device)
+            batch = batch.to(handle.device)
+            if isinstance(handle.module, FSDPModule):
+                handle.module.set_requires_gradient_sync(index == len(batches) - 1)
+            stamp = handle.weights.stamp()
             with torch.set_grad_enabled(not forward_only):
                 scores: TokenScores = handle.module(
                     batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows
                 )
                 result.requires_grad.append(scores.logprob.requires_grad)
                 if loss_fn is not None:
-                    loss, metrics = loss_fn(scores, batch, StepContext(index, len(batches), forward_only))
+                    loss, metrics = loss_fn(scores, batch, StepContext(index, len(batches), forward_only, ranks))
                     if not forward_only:
+                        if handle.weights.stamp() != stamp:  # shards: the backward would gather others than the forward did
+                            raise RuntimeError("the weights were written between forward and backward; run the backward first")
                         loss.backward()
                     result.losses.append(loss.detach())
                     result.metrics.append(metrics)
@@ -162,7 +140,20 @@ class Runtime:
             result.entropy.append(scores.entropy.detach())
         return result
 
-    def _checked(self, handle: Handle, batch: PackedBatch) -> PackedBatch:
+    def _check(self, handle: Handle, batches: Sequence[PackedBatch], how: str) -> None:
+        """InputError for a batch that this model cannot run, or ranks that do not run the same."""
+        plan = f"{len(batches)} micro-batches {how}"
+        try:
+            for batch in batches:
+                self._check_batch(handle, batch)
+        except InputError as error:
+            plan = str(error)
+            raise
+        finally:  # a rank with a bad batch tells the others, which would wait for it
+            if isinstance(handle.module, FSDPModule):
+                agree(plan, "forward_backward")
+
+    def _check_batch(self, handle: Handle, batch: PackedBatch) -> None:
         config = handle.bundle.config
         longest, limit = max(batch.seq_lens), config.max_positions
         if longest > limit:
@@ -177,17 +168,20 @@ class Runtime:
             raise InputError("PackedBatch.position_ids", f"leave 0 .. {limit - 1}", "count from 0 in each sequence")
         if batch.routed_experts is not None:
             raise InputError("PackedBatch.routed_experts", "replaying routes is not built: they are the rollout's own", "leave it None")
-        return batch
 
     def zero_grad(self, handle: Handle) -> None:
         self._optimizer(handle).zero_grad()
 
     def optimizer_step(self, handle: Handle) -> tuple[bool, float, int]:
         """Steps the masters and deploys them as the next policy version. -> (done, gradient norm, zero elements in the gradient)."""
-        optimizer = self._optimizer(handle)
+        optimizer, offload = self._optimizer(handle), self.config.backend_cfg.fsdp.optimizer_offload
+        if offload:
+            optimizer.to(handle.device)
         done, norm, zeros = optimizer.step()
         if done:
             handle.weights.deploy(optimizer.masters, handle.weights.require() + 1)
+        if offload:
+            optimizer.to(torch.device("cpu"))
         return done, norm, zeros
 
     def lr_scheduler_step(self, handle: Handle) -> float:
@@ -211,57 +205,26 @@ class Runtime:
         """A checkpoint of the deployed weights that transformers and vLLM open; the tokenizer's files come along."""
         config = {k: v for k, v in self.hf_config.items() if k not in ("dtype", "torch_dtype")}
         config["dtype"] = str(self.config.backend_cfg.torch_dtype).removeprefix("torch.")
-        write_checkpoint(folder, config, self.export_weights(handle), beside=self.folder)
+        tensors = self.export_weights(handle)
+        if checkpoint.first_rank():
+            write_checkpoint(folder, config, tensors, beside=self.folder)
+        for _ in tensors:  # what the others gather with the first
+            pass
+        checkpoint.barrier()
 
     def save_checkpoint(self, handle: Handle, path: Path | str, *, keep: int = 3, facts: dict[str, Any] | None = None) -> Path:
         """Writes path/step-N, N the policy's version: masters, moments, schedule, random streams, and what is deployed without a master.
         Keeps the last `keep`. facts: the caller's own, anything JSON can hold. -> the folder."""
-        optimizer = self._optimizer(handle)
-        assert handle.schedule is not None
-        version = handle.weights.require()
-        held = {
-            "version": version,
-            "config": self.hf_config,
-            "steps": optimizer.steps(),
-            "schedule": handle.schedule.last_epoch,
-            "lr": [group["lr"] for group in optimizer.adamw.param_groups],
-            "facts": facts or {},
-        }
-        tensors = self._training_state(handle) | checkpoint.random_state()
-        return checkpoint.save(Path(path), version, tensors, held, keep)
+        return resume.save(handle, self._optimizer(handle), self.hf_config, Path(path), keep, facts or {})
 
     def load_checkpoint(self, handle: Handle, path: Path | str) -> dict[str, Any] | None:
         """Resumes from path, a checkpoint, or from the latest in it. -> the caller's facts; None, and nothing changed, where path holds no
-        checkpoint yet. The next step has the bits that it would have had without the break.
+        checkpoint yet. The next step has the bits that it would have had without the break; on another number of ranks than wrote it, the
+        weights do, while gradients add up in another order and random streams are this run's own.
 
         Raises InputError for a checkpoint of another model or one that is damaged; a failed load leaves weights that cannot be run.
         """
-        folder = Path(path) if (Path(path) / checkpoint.STATE).exists() else checkpoint.latest(Path(path))
-        if folder is None:
-            return None
-        optimizer = self._optimizer(handle)
-        assert handle.schedule is not None
-        held = checkpoint.read_facts(folder)
-        for key in {*held["config"], *self.hf_config}:
-            if held["config"].get(key) != self.hf_config.get(key):
-                was, now = held["config"].get(key), self.hf_config.get(key)
-                raise InputError(folder, f"was written by a model with {key} = {was!r}, this one has {now!r}", "resume with the same model")
-        handle.weights.version = None
-        optimizer.set_steps(held["steps"])
-        random = checkpoint.random_state()
-        checkpoint.load(folder, self._training_state(handle) | random)
-        checkpoint.set_random_state(random)
-        handle.schedule.last_epoch = held["schedule"]
-        for group, lr in zip(optimizer.adamw.param_groups, held["lr"], strict=True):
-            group["lr"] = lr
-        optimizer.zero_grad()
-        handle.weights.deploy(optimizer.masters, held["version"])
-        return dict(held["facts"])
-
-    def _training_state(self, handle: Handle) -> dict[str, Tensor]:
-        optimizer = self._optimizer(handle)
-        frozen = {f"deployed.{name}": p for name, p in handle.weights.parameters.items() if name not in optimizer.masters}
-        return optimizer.tensors() | frozen
+        return resume.load(handle, self._optimizer(handle), self.hf_config, Path(path))
 
     def to(self, handle: Handle, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parameters, masters with their moments, and gradients."""

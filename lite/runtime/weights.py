@@ -1,6 +1,6 @@
 """The one door through which a model's weights are written: loading, syncing, and deploying an optimizer's step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -42,8 +42,18 @@ class DeployedWeights:
             if masters is not None and part.native in masters:
                 part.of(masters[part.native]).copy_(tensor)
 
+        return self._load(self.parameters, tensors, version, where, write)
+
+    def _load(
+        self,
+        shapes: Mapping[str, Tensor],
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        where: object,
+        write: Callable[[Part, Tensor], None],
+    ) -> LoadReport:
         b = self.bundle
-        report = load_weights(b.weights, b.config, b.layers, self.parameters, tensors, write, where)
+        report = load_weights(b.weights, b.config, b.layers, shapes, tensors, write, where)
         self.version = version
         return report
 
@@ -53,11 +63,14 @@ class DeployedWeights:
         self.version = None
         self.bytes_changed = 0
         for name, master in masters.items():
-            parameter, image = self.parameters[name], master.to(self.parameters[name].dtype)
-            differs = bits(parameter.view(-1)).view(torch.uint8) != bits(image.view(-1)).view(torch.uint8)
-            self.bytes_changed += int(differs.sum())
+            parameter, image = self.parameters[name], master.to(self.parameters[name])
+            self.bytes_changed += differing_bytes(parameter, image)
             parameter.copy_(image)
         self.version = version
+
+    def stamp(self) -> tuple[int | None, int]:
+        """Another one after every write, through this door or past it."""
+        return self.version, sum(p._version for p in self.parameters.values())
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the deployed image."""
@@ -66,3 +79,7 @@ class DeployedWeights:
 
     def fingerprint(self) -> str:
         return fingerprint(self.export())
+
+
+def differing_bytes(a: Tensor, b: Tensor) -> int:
+    return int((bits(a.reshape(-1)).view(torch.uint8) != bits(b.reshape(-1)).view(torch.uint8)).sum())

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 from lite.errors import InputError
 
@@ -13,15 +14,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
-    """AdamW on fp32 copies of a model's trainable parameters.
+    """AdamW on the fp32 masters of a model's trainable parameters.
 
-    parameters: the deployed image by name. Vectors (norms, biases) take no weight decay, matrices do.
-    The masters start at zero: whoever loads the model fills them.
+    parameters: the deployed image by name; the masters are copies of them, zero until whoever loads the model fills them. Of a sharded
+    model: the shards of the masters (DTensors), which are then stepped themselves, every rank its own.
+    Vectors (norms, biases) take no weight decay, matrices do.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         *,
         lr: float,
         weight_decay: float,
@@ -30,7 +32,10 @@ class MasterAdamW:
         clip_grad: float,
     ):
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.masters = {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name, p in self.parameters.items()}
+        self.masters: dict[str, Tensor] = {
+            name: p if isinstance(p, DTensor) else torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+            for name, p in self.parameters.items()
+        }
         self.clip_grad = clip_grad
         for p in self.parameters.values():
             p.grad_dtype = torch.float32  # gradients of a bf16 image accumulate in fp32
@@ -49,8 +54,7 @@ class MasterAdamW:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads:
             raise InputError("optimizer", "no parameter has a gradient", "run forward_backward with a loss first")
-        norm = float(nn.utils.get_total_norm(grads))
-        zeros = sum(g.numel() - int(g.count_nonzero()) for g in grads)
+        norm, zeros = _norm_and_zeros(grads)
         if not math.isfinite(norm):
             return False, norm, zeros
         if self.clip_grad > 0:
@@ -78,9 +82,9 @@ class MasterAdamW:
             self.adamw.state[master] = {"step": torch.tensor(float(count)), **moments}
 
     def to(self, device: torch.device) -> None:
-        """Moves masters and moments; the masters stay the same objects."""
+        """Moves moments, and masters that are the optimizer's own; these stay the same objects."""
         for master in self.masters.values():
-            if master.device != device:
+            if master.device != device and not isinstance(master, DTensor):  # a shard moves with its module
                 torch.utils.swap_tensors(master, master.to(device))
             state = self.adamw.state.get(master, {})
             state.update({key: value.to(device) for key, value in state.items() if key != "step"})
@@ -88,6 +92,19 @@ class MasterAdamW:
     def zero_grad(self) -> None:
         for name, p in self.parameters.items():
             p.grad = self.masters[name].grad = None
+
+
+def _norm_and_zeros(grads: list[Tensor]) -> tuple[float, int]:
+    """L2 norm over all gradients, and how many of their elements are 0; of shards: over all ranks."""
+    norm = nn.utils.get_total_norm(grads)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    zeros = sum(g.numel() - int(g.count_nonzero()) for g in local)
+    if isinstance(norm, DTensor):
+        mesh = norm.device_mesh
+        # the ranks may talk on the GPU only, where offloaded gradients are not
+        norm = norm.to(mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+        zeros = int(DTensor.from_local(torch.tensor(zeros, device=mesh.device_type), mesh, [Partial()]).full_tensor())
+    return float(norm), zeros
 
 
 def lr_schedule(

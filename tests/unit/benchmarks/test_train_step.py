@@ -114,6 +114,26 @@ def test_the_program_runs_on_a_cpu_and_writes_what_it_measured(tmp_path):
     assert found["legs"][0]["tflops"] == pytest.approx(found["legs"][0]["flops"]["total"] / found["legs"][0]["seconds"] / 1e12)
 
 
+@pytest.mark.slow
+def test_ways_to_save_memory_are_measured_against_plain_steps(folder, tmp_path):
+    out = tmp_path / "t.json"
+    tiny = f"--device cpu --model {folder} --tokens 64 --longest 32 --steps 1 --warmup 1 --pairs 1 --out {out}"
+    assert train_step.main([*tiny.split(), "--fsdp", "2", "--recompute", "--offload"]) == 0
+    found = json.loads(out.read_text())
+    plain, other = found["legs"]
+    assert found["finished"] and (plain["arm"], other["arm"], other["ranks"]) == ("plain", "fsdp2+recompute+offload", 2)
+    assert found["arms"]["fsdp2+recompute+offload"]["spec"]["fsdp"] == {"recompute": True, "param_offload": True}
+    assert found["summary"][0]["base"] == "plain" and len(found["summary"][0]["time"]["pairs"]) == 1
+    assert other["tokens_per_second"] == pytest.approx(2 * 64 / other["seconds"])
+    assert other["loss"] == pytest.approx(plain["loss"], rel=1e-3), "rank 0 has the plain arm's data, and a small step behind it"
+
+
+def test_what_offloading_means_depends_on_sharding():
+    args = train_step._arguments(["--recompute", "--offload"])
+    assert (args.base, args.against) == ("plain", ["recompute+offload"]) and train_step.settings(args, "plain")["fsdp"] == {}
+    assert train_step.settings(args, "recompute+offload") == {"ranks": 1, "fsdp": {"recompute": True, "optimizer_offload": True}}
+
+
 def test_an_unknown_family_is_one_line_and_exit_2(tmp_path, capsys):
     assert train_step.main(["--device", "cpu", "--family", "qwen9", "--out", str(tmp_path / "t.json")]) == 2
     assert "qwen9" in capsys.readouterr().err.splitlines()[-1]

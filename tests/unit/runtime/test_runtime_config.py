@@ -40,6 +40,7 @@ def test_the_names_of_the_upstream_design_are_there() -> None:
         ({"backendcfg": {}}, "RuntimeConfig", "backendcfg", "backend_cfg"),
         ({"backend_cfg": {"modelname": "auto"}}, "RuntimeConfig.backend_cfg", "modelname", "model_name"),
         ({"backend_cfg": {"parallel": {"ttp": 1}}}, "RuntimeConfig.backend_cfg.parallel", "ttp", "tp"),
+        ({"backend_cfg": {"fsdp": {"param_ofload": True}}}, "RuntimeConfig.backend_cfg.fsdp", "param_ofload", "param_offload"),
         ({"backend_cfg": {"optimizer": {"weight_decy": 0.1}}}, "RuntimeConfig.backend_cfg.optimizer", "weight_decy", "weight_decay"),
         ({"backend_cfg": {"optimizer": {"learning_rate": 1}}}, "RuntimeConfig.backend_cfg.optimizer", "learning_rate", "lr"),
     ],
@@ -68,6 +69,7 @@ def test_a_key_without_default_that_is_not_given_is_refused() -> None:
     [
         ({"backend": "megatron"}, "RuntimeConfig.backend", "megatron"),
         ({"backend_cfg": {"impl": "bridge"}}, "MegatronLiteConfig.impl", "bridge"),
+        ({"backend_cfg": {"fsdp": {"shard": "never"}}}, "FsdpConfig.shard", "never"),
         ({"backend_cfg": {"dtype": "fp16"}}, "MegatronLiteConfig.dtype", "fp16"),
         ({"backend_cfg": {"optimizer": {"optimizer": "sgd"}}}, "OptimizerConfig.optimizer", "sgd"),
         ({"backend_cfg": {"optimizer": {"lr_decay_style": "cosin"}}}, "OptimizerConfig.lr_decay_style", "cosin"),
