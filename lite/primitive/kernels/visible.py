@@ -13,11 +13,21 @@ S sequences. "model dtype" is the dtype of the weights: bf16 or fp32. Where sets
 attention) the set's own docstring says what it does; both processes use the same set, so both round alike.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from lite.primitive.parallel.packing import Seqlens
+
+
+class SSDShape(NamedTuple):
+    """Of a Mamba-2 scan; short H, P, G, N, L. The convolution has C = H*P + 2*G*N channels: x | B | C."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    chunk: int
 
 
 class VisibleKernels(Protocol):

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from lite.primitive.kernels.vjp import torch as torch_vjp
+from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
 from lite.primitive.kernels.vjp.torch import Grads, Needs, Values, add_rms_norm, embedding, rms_norm, rotary, swiglu
 
-__all__ = ["add_rms_norm", "attention", "embedding", "linear", "rms_norm", "rotary", "swiglu", "token_logprobs"]
+__all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "linear", "rms_norm", "rotary", "ssd_scan", "swiglu",
+           "token_logprobs"]  # fmt: skip
 
 
 def linear(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
