@@ -60,7 +60,7 @@ def rows(length: int) -> tuple[Tensor, Tensor]:
 
 # The scan.
 
-LENGTHS = [1, 5, L - 1, L, L + 1, 2 * L + 3]
+LENGTHS = [1, 5, L - 1, L, L + 1, L + 3]
 
 
 def test_the_scan_agrees_with_the_recurrence(weights: Weights) -> None:
@@ -90,7 +90,7 @@ def test_a_wrong_weight_sequence_or_row_is_noticed(weights: Weights) -> None:
         assert row_error(got, want) > 1e-3, name
 
 
-@pytest.mark.parametrize("companions", [[0, 5], [5, 0], [3, 1, 5, 2], [5, 5]], ids=str)
+@pytest.mark.parametrize("companions", [[3, 1, 2], [5, 5]], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_pack(weights: Weights, companions: list[int]) -> None:
     every = [rows(n) for n in LENGTHS]
     y, boundary = scan(weights, *(torch.cat(t) for t in zip(*(every[i] for i in companions), strict=True)), [LENGTHS[i] for i in companions])
@@ -101,7 +101,7 @@ def test_a_sequence_has_the_same_bits_in_any_pack(weights: Weights, companions: 
 
 
 TOTAL = 2 * L + 5
-CUTS = [1, L // 2, L - 1, L, L + 1, 2 * L - 1, 2 * L, 2 * L + 1]
+CUTS = [1, L - 1, L, L + 1, 2 * L]
 
 
 def replayed(w: Weights, xbc: Tensor, dt: Tensor, cut: int, held: int, boundary: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def prefilled(w: Weights, held: replay.Pages, slot: int, computed: int, xbc: Ten
     return replay.prefill(triton_set, mixer(w), held, torch.tensor([slot]), pieces, xbc, dt)
 
 
-@pytest.mark.parametrize("prompt", [0, 1, L - 2, L - 1, L, L + 1])
+@pytest.mark.parametrize("prompt", [0, L - 2, L])
 def test_decode_steps_of_fixed_size_have_the_bits_of_the_prefill(weights: Weights, prompt: int) -> None:
     """Beside padding; three steps each, so that some fill a chunk."""
     xbc, dt = rows(prompt + 3)
