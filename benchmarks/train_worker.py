@@ -7,7 +7,6 @@ transformers  AutoModelForCausalLM, weight gradients in the model dtype, logits 
 The loss of all three is minus the mean logprob of the response tokens; only their rows go through the head; no entropy.
 """
 
-import os
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -23,6 +22,7 @@ from benchmarks.native_ops import NativeOps, packed_attention
 from benchmarks.packed import packed_batch
 from benchmarks.profiles import Watch, summary, synchronize
 from lite.primitive.ckpt.safetensors_files import read_tensors
+from lite.primitive.kernels.vllm import enter_batch_invariance
 from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import MegatronLiteConfig, RuntimeConfig
@@ -46,10 +46,7 @@ class Inputs:
 def exact_kernels(kernels: str) -> Ops:
     if kernels == "reference":
         return reference_ops()
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before vllm is imported
-    from vllm.model_executor.layers.batch_invariant import init_batch_invariance
-
-    init_batch_invariance()
+    enter_batch_invariance()
     return vllm_ops(kernels)
 
 

@@ -46,6 +46,8 @@ def prove(
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
     plant: Annotated[str | None, typer.Option(metavar="KIND", help="Plant a known error; the proof must then fail.")] = None,
+    save_every: Annotated[int, typer.Option(metavar="N", help="Updates between two checkpoints of the run.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in --out.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Result folder, runs/TIME by default.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -60,8 +62,11 @@ def prove(
     `mlite prove --model checkpoints/SmolLM2-135M --groups 8 --out runs/smollm2`
 
     `mlite prove --proxy llama --plant one-ulp`  (must exit 1)
+
+    `mlite prove --proxy llama --updates 200 --out runs/long`, and after a kill the same with `--resume`
     """
     from lite.acceptance.plots import draw_plots
+    from lite.acceptance.progress import ProgressBar
     from lite.acceptance.prove import prove as run
     from lite.acceptance.report import write_report
     from lite.acceptance.sides import ProveConfig
@@ -72,9 +77,9 @@ def prove(
         model=model, proxy=proxy, geometry=_one_of("--geometry", geometry, "tiny", "real"), layers=layers,
         **_engine(engine, plugin, attention, graphs), updates=updates, prompts=prompts, prompt_tokens=_range(prompt_tokens),
         response_tokens=response_tokens, groups=groups, samples=samples, dtype=_one_of("--dtype", dtype, "bf16", "fp32"),
-        temperature=temperature, lr=lr, seed=seed, plant=plant,
+        temperature=temperature, lr=lr, seed=seed, plant=plant, save_every=save_every, resume=resume,
     )  # fmt: skip
-    with _Progress() as progress:
+    with ProgressBar() as progress:
         receipt = run(config, ["mlite", *sys.argv[1:]], progress)
         if receipt.get("policies"):
             progress.phase("report", 1)
@@ -177,6 +182,38 @@ def _run_gates(chosen: list[Any], out: Path, checkout: Path, jobs: int, json_fil
     _finish(result, json_file, f"fail: not as expected: {', '.join(wrong)}" if wrong else f"pass: all ended as expected ({out})")
 
 
+@app.command()
+def replay(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A rollout bundle that a run kept.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="Checkpoint folder of that run (config.json and safetensors).")],
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="The trainer's checkpoint at the bundle's policy.")] = None,
+    kernels: Annotated[str, typer.Option(metavar="SET", help="reference, or vLLM's: FLASH_ATTN, TRITON_ATTN.")] = "reference",
+    token_budget: Annotated[int, typer.Option(metavar="N", help="Tokens of a packed row.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Of the packing: who stands beside whom.")] = 0,
+    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="The model's dtype.")] = "bf16",
+    json_file: JsonFile = None,
+) -> None:
+    """Score a kept rollout again, under another packing, budget or kernel set, and compare by UID.
+
+    Exit 0: the same bytes on both paths. 1: something differs. 2: bad input, or a trainer that holds other weights than the policy's.
+
+    Examples:
+
+    `mlite replay runs/x/rollout/theta0.safetensors --model runs/x/proxy --token-budget 512 --seed 3`
+
+    `mlite replay runs/x/rollout/theta40.safetensors --model runs/x/proxy --checkpoint runs/x/checkpoints/step-00000040`
+    """
+    from lite.acceptance.replay import KERNELS, ReplayConfig
+    from lite.acceptance.replay import replay as run
+
+    _open_json(json_file)
+    _one_of("--kernels", kernels, *KERNELS)
+    result = run(ReplayConfig(bundle, model, checkpoint, kernels, token_budget, seed, _one_of("--dtype", dtype, "bf16", "fp32")))
+    for row in result.get("differing", [])[:10]:
+        typer.echo("uid {uid}, sample {sample}: {mismatch} tokens differ, the first is {first}: {rollout!r} and {trainer!r}".format(**row))
+    _finish(result, json_file, f"{result['status']}: {result['reason']}")
+
+
 def _engine(engine: str, plugin: str, attention: str | None, graphs: str) -> dict[str, Any]:
     """The engine choices that fit together; the vLLM engine's own flags are refused for the embedded one."""
     _one_of("--engine", engine, "embedded", "vllm")
@@ -219,42 +256,6 @@ def _finish(result: dict[str, Any], json_file: Path | None, line: str) -> NoRetu
         write_json(json_file, result)
     typer.echo(line)
     raise typer.Exit(EXIT[result["status"]])
-
-
-class _Progress:
-    """A live bar on a terminal; a line a phase elsewhere."""
-
-    def __enter__(self) -> "_Progress":
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self.console = Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self.bar.start()
-        self.task: Any = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-        self.bar.stop()
-
-    def _close(self) -> None:
-        if self.task is not None:
-            self.bar.update(self.task, completed=self.bar.tasks[self.task].total)
-            self.bar.stop_task(self.task)
-
-    def phase(self, name: str, total: int) -> None:
-        self._close()
-        self.task = self.bar.add_task(name, total=total)
-        if not self.console.is_terminal:
-            self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {name}", highlight=False)
-
-    def advance(self, amount: int) -> None:
-        self.bar.advance(self.task, amount)
-
-    def note(self, text: str) -> None:
-        self.console.print(text, highlight=False)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from lite.runtime.runtime import Handle, Runtime
 torch.set_num_threads(1)
 
 FAMILIES = families()
+TIES = [name for name in FAMILIES if name != "nemotron_h"]  # their heads can be tied to the embedding
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Four query heads on two key heads: a fused projection whose parts are told apart by nothing but their order.
 SMALL = {
@@ -37,7 +38,10 @@ SMALL = {
 
 
 def hf_config(family_name: str, **changes: Any) -> dict[str, Any]:
-    return family(family_name).proxy_config("tiny", None) | SMALL | changes
+    """Two layers, or of a hybrid as many as its pattern has: each is one block."""
+    tiny = family(family_name).proxy_config("tiny", None)
+    depth = {"num_hidden_layers": tiny["num_hidden_layers"]} if "hybrid_override_pattern" in tiny else {}
+    return tiny | SMALL | depth | changes
 
 
 def build(config: dict[str, Any], dtype: torch.dtype, name: str) -> ModelBundle:
@@ -49,15 +53,18 @@ def build(config: dict[str, Any], dtype: torch.dtype, name: str) -> ModelBundle:
 
 
 def fill(parameters: Iterable[tuple[str, Tensor]], seed: int = 0) -> None:
-    """Matrices std fan_in**-0.5, norms about 1, biases about 0: activations then have the size they have in a trained model."""
+    """Matrices std fan_in**-0.5, norms about 1, biases about 0: activations then have the size they have in a trained model. A scan's
+    time steps are those that Mamba-2 starts from, so that its states last."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in parameters:
             noise = torch.randn(p.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith(".D"):
                 p.copy_(1 + 0.1 * noise)
+            elif name.endswith("dt_bias"):
+                p.copy_(-3 + noise)
             else:
-                p.copy_(0.1 * noise if p.ndim == 1 else noise * p.shape[1] ** -0.5)
+                p.copy_(0.1 * noise if p.ndim == 1 else noise * p.shape[-1] ** -0.5)
 
 
 def make_tensors(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> dict[str, Tensor]:

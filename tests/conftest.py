@@ -1,5 +1,7 @@
 """Every test: the same random numbers and one thread."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,3 +20,11 @@ def _same_numbers_at_any_load() -> None:
 def all_threads() -> None:
     """For tests whose subject is what threads do: how work is split among them is one way for a row to depend on its company."""
     torch.set_num_threads(THREADS)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN: a kernel that reads what nobody wrote shows it."""
+    torch.use_deterministic_algorithms(True)  # which fills new memory, too
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -4,9 +4,12 @@
 Everything here takes and gives fp64; `dtype` says which model dtype the formula rounds to.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lite.primitive.kernels.visible import SSDShape
 from lite.primitive.parallel.packing import Seqlens
 
 
@@ -59,6 +62,83 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float, d
 def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     gate, up = gate_up.tensor_split(2, dim=-1)
     return rounded(rounded(gate * torch.sigmoid(gate), dtype) * up, dtype)
+
+
+def relu2(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return rounded(x.clamp(min=0).pow(2), dtype)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, lengths: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """One token at a time: the last W rows of its sequence times the taps."""
+    W = weight.shape[1]
+    before = x.new_zeros(len(lengths), W - 1, x.shape[1]) if history is None else history
+    out = []
+    for past, rows in zip(before, x.split(list(lengths)), strict=True):
+        known = torch.cat([past, rows])
+        for t in range(len(rows)):
+            out.append((known[t : t + W] * weight.T).sum(0) + (0 if bias is None else bias))
+    s = torch.stack(out)
+    return rounded(s * torch.sigmoid(s), dtype)
+
+
+def ssd_scan(
+    xbc: Tensor, dt: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, boundary: Tensor | None, lengths: Sequence[int], shape: SSDShape,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence, one token after the other; of whole sequences or from `boundary` on. -> (y of every row, state after the last
+    full chunk)."""
+    H, P, G, N, L = shape
+    outs, ends = [], []
+    for i, (rows, steps) in enumerate(zip(xbc.split(list(lengths)), dt.split(list(lengths)), strict=True)):
+        end = state = xbc.new_zeros(H, P, N) if boundary is None else boundary[i]
+        for t, (row, step) in enumerate(zip(rows, (steps + dt_bias).exp().log1p(), strict=True)):
+            x = row[: H * P].view(H, P)
+            B, C = (part.view(G, N).repeat_interleave(H // G, dim=0) for part in row[H * P :].chunk(2))
+            state = (step * A).exp()[:, None, None] * state + step[:, None, None] * x[:, :, None] * B[:, None, :]
+            outs.append(((state * C[:, None, :]).sum(-1) + D[:, None] * x).flatten())
+            end = state if (t + 1) % L == 0 else end
+        ends.append(end)
+    return rounded(torch.stack(outs), dtype), torch.stack(ends)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float, dtype: torch.dtype) -> Tensor:
+    gated = x * gate * torch.sigmoid(gate)
+    parts = [part / (part.pow(2).mean(-1, keepdim=True) + eps).sqrt() for part in gated.chunk(groups, dim=-1)]
+    return rounded(rounded(torch.cat(parts, dim=-1), dtype) * weight, dtype)
+
+
+def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(k)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+
+
+def grouped_topk(
+    logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """One token at a time, in lists."""
+    weights, ids = [], []
+    for scores in 1 / (1 + (-logits).exp()):
+        biased = (scores + bias).tolist()
+        size = len(biased) // groups
+        members = [range(g * size, (g + 1) * size) for g in range(groups)]
+        members.sort(key=lambda group: sum(sorted(biased[e] for e in group)[-2:]), reverse=True)
+        chosen = sorted((e for group in members[:topk_groups] for e in group), key=lambda e: biased[e], reverse=True)[:k]
+        w = scores[chosen]
+        weights.append(w / w.sum() if renormalize else w)
+        ids.append(chosen)
+    return torch.stack(weights), torch.tensor(ids)
+
+
+def routed_experts(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, activation: str, dtype: torch.dtype
+) -> Tensor:
+    """Every expert computes every token; a token takes those it chose."""
+    act = {"silu": swiglu, "relu2_no_mul": relu2}[activation]
+    every = torch.stack([act(linear(x, up, None, dtype), dtype) @ down.T for up, down in zip(w13, w2, strict=True)], dim=1)
+    chosen = every[torch.arange(len(x))[:, None], ids.long()]
+    return rounded(rounded(weights[..., None] * chosen, dtype).sum(1), dtype)
 
 
 def token_logprobs(

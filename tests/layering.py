@@ -91,7 +91,7 @@ def heavy_imports_stay_home(root: Path) -> list[str]:
 def families_are_named_in_models_only(root: Path) -> list[str]:
     """No `if model == ...` outside lite/model: shared code asks for a capability. Docstrings may tell of families, and so may the list
     of gates, which is data."""
-    names = set(model_families(root))
+    names = model_families(root)
     found = []
     for file, tree in sources(root):
         if file.startswith("model/") or file == "acceptance/gates.py":
@@ -99,8 +99,8 @@ def families_are_named_in_models_only(root: Path) -> list[str]:
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             for text in _texts(node) if id(node) not in prose else ():
-                words = {w.lower() for w in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+[0-9]*(?![a-z])", text)}
-                found += [f"{file}:{getattr(node, 'lineno', 0)}: {name} in {text!r}" for name in sorted(names & words)]
+                words = "_".join(w.lower() for w in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+[0-9]*(?![a-z])", text))
+                found += [f"{file}:{getattr(node, 'lineno', 0)}: {name} in {text!r}" for name in names if f"_{name}_" in f"_{words}_"]
     return found
 
 

@@ -70,6 +70,13 @@ def load_bundle(path: Path) -> tuple[list[Trajectory], str]:
     return found, meta.get("temperature", "unknown")
 
 
+def bundle_facts(path: Path) -> dict[str, str]:
+    """A bundle's metadata: policy_version, fingerprint (of the weights that the engine held), temperature, uids."""
+    load_bundle(path)
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
+
+
 @dataclass(frozen=True)
 class BundleComparison:
     """Two bundles by (uid, sample). only_left, only_right: keys the other lacks. other_tokens: keys whose token ids differ.

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,3 +33,18 @@ def policy_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, tokens:
     """
     ratio = torch.exp(logprob - old_logprob)
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum() / tokens
+
+
+def reward_trend(means: Sequence[float]) -> dict[str, Any]:
+    """The policies' mean rewards at both ends of a run: {"policies": n, "first": mean of the first n, "last": of the last n,
+    "standard_errors": their difference in standard errors of it}. n is 40, or half the run where that is shorter; under 4 policies there
+    is nothing to compare (n = 0)."""
+    n = min(40, len(means) // 2)
+    if n < 2:
+        return {"policies": 0}
+    first, last = torch.tensor(means[:n], dtype=torch.float64), torch.tensor(means[-n:], dtype=torch.float64)
+    error = float(((first.var() + last.var()) / n).sqrt())
+    change = float(last.mean() - first.mean())
+    return {
+        "policies": n, "first": float(first.mean()), "last": float(last.mean()), "standard_errors": change / error if error else None,
+    }  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from lite.errors import InputError, nearest
 from lite.model.protocol import ModelBundle
@@ -11,6 +12,7 @@ from lite.primitive.ckpt.spec import Skip, Weight, WeightTable
 from lite.primitive.compare import bits
 from lite.runtime.batch import PackedBatch
 from lite.runtime.rollout.engine import Trajectory
+from lite.runtime.rollout.paged_cache import CachedSequences
 
 
 @dataclass(frozen=True)
@@ -23,16 +25,25 @@ class Plant:
     table: Callable[[WeightTable], WeightTable] = lambda table: table  # the trainer's load
     batch: Callable[[PackedBatch], PackedBatch] = lambda batch: batch  # the trainer's micro-batches
     rollout: Callable[[list[Trajectory]], list[Trajectory]] = lambda trajectories: trajectories
+    context: type[CachedSequences] = CachedSequences  # how the embedded engine reads and writes its cache
 
 
-def _order(suffix: str, order: tuple[int, ...]) -> Callable[[WeightTable], WeightTable]:
-    """Fuses the parts of each parameter with that suffix in another order."""
+def _fuses(entry: Weight | Skip, kind: str) -> bool:
+    """Whether the plant finds its parameter here: an expert's w13 may also be its up projection alone."""
+    suffixes, count = FUSED[kind]
+    return isinstance(entry, Weight) and entry.native.endswith(suffixes) and len(entry.hf) == count
+
+
+FUSED = {"qkv-order": (("qkv.weight",), 3), "gate-up-order": (("gate_up.weight", "experts.w13"), 2)}  # kind -> names' ends, parts
+
+
+def _order(kind: str, order: tuple[int, ...]) -> Callable[[WeightTable], WeightTable]:
+    """Fuses the parts of each such parameter in another order."""
 
     def change(table: WeightTable) -> WeightTable:
         def swapped(entry: Weight | Skip) -> Weight | Skip:
-            if isinstance(entry, Skip) or not entry.native.endswith(suffix) or entry.rows is None:
+            if isinstance(entry, Skip) or not _fuses(entry, kind) or (rows := entry.rows) is None:
                 return entry
-            rows = entry.rows
             return replace(entry, hf=tuple(entry.hf[i] for i in order), rows=lambda c: tuple(rows(c)[i] for i in order))
 
         return tuple(swapped(entry) for entry in table)
@@ -64,15 +75,27 @@ def _packing_leak(batch: PackedBatch) -> PackedBatch:
     return replace(batch, seq_lens=(first + second, *rest), position_ids=batch.context.positions)
 
 
+class _ShiftedChunks(CachedSequences):
+    def boundary(self, past: int, chunk: int) -> int:
+        return super().boundary(past, chunk) + (past % chunk > 1)
+
+
+class _CoarseStates(CachedSequences):
+    def keep_boundary(self, layer: int, boundary: Tensor) -> None:
+        super().keep_boundary(layer, boundary.bfloat16().float())
+
+
 PLANTS = {
     plant.kind: plant
     for plant in (
         Plant("stale-weights", "the engine misses a weight sync", skip_sync=True),
         Plant("one-ulp", "one bit of one rollout logprob is flipped", rollout=_one_ulp),
-        Plant("qkv-order", "the trainer's load fuses k|q|v", table=_order("qkv.weight", (1, 0, 2))),
-        Plant("gate-up-order", "the trainer's load fuses up|gate", table=_order("gate_up.weight", (1, 0))),
+        Plant("qkv-order", "the trainer's load fuses k|q|v", table=_order("qkv-order", (1, 0, 2))),
+        Plant("gate-up-order", "the trainer's load fuses up|gate", table=_order("gate-up-order", (1, 0))),
         Plant("mask-shift", "the trainer's loss mask is one row late", batch=_mask_shift),
         Plant("position-shift", "the trainer's positions are one too low in each sequence's second half", batch=_position_shift),
+        Plant("chunk-shift", "the engine replays a chunk from its second row on", context=_ShiftedChunks),
+        Plant("state-bf16", "the engine keeps the state at a chunk boundary in bf16", context=_CoarseStates),
         Plant("packing-leak", "the trainer ignores the boundary of the first two sequences of a row", batch=_packing_leak),
     )
 }
@@ -84,13 +107,18 @@ def find_plant(kind: str) -> Plant:
     return PLANTS[kind]
 
 
-def check_applies(plant: Plant, bundle: ModelBundle, updates: int, samples: int) -> None:
+def check_applies(plant: Plant, bundle: ModelBundle, engine: str, updates: int, samples: int) -> None:
     """InputError (exit 2) where the plant has no meaning for this run."""
-    needs = {"qkv-order": "qkv.weight", "gate-up-order": "gate_up.weight"}
-    suffix = needs.get(plant.kind)
-    if suffix and not any(isinstance(e, Weight) and e.native.endswith(suffix) and e.rows for e in bundle.weights):
+    if plant.kind in FUSED and not any(_fuses(entry, plant.kind) for entry in bundle.weights):
         raise InputError("--plant", f"{plant.kind} has no meaning for this family: it fuses no such parameter", "choose another kind")
+    if plant.kind == "position-shift" and bundle.module.cos_sin is None:
+        raise InputError("--plant", "position-shift has no meaning for this family: it has no rotary", "choose another kind")
     if plant.kind == "stale-weights" and updates == 0:
         raise InputError("--plant", "stale-weights needs an update to miss", "set --updates to at least 1")
+    if plant.context is not CachedSequences:
+        if not any(isinstance(e, Weight) and e.native.endswith("A_log") for e in bundle.weights):
+            raise InputError("--plant", f"{plant.kind} has no meaning for this family: it scans nothing", "choose another kind")
+        if engine != "embedded":
+            raise InputError("--plant", f"{plant.kind} is planted in the embedded engine's cache", "leave --engine out")
     if plant.kind == "packing-leak" and samples < 2:
         raise InputError("--plant", "packing-leak needs two sequences in a row", "raise --groups or --samples")

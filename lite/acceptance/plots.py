@@ -33,7 +33,8 @@ def _save(figure: Any, out: Path, name: str) -> str:
 def _logprobs(out: Path, receipt: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
 
-    policies = receipt["policies"]
+    every = receipt["policies"]
+    policies = every if len(every) <= 6 else [*every[:3], *every[-3:]]
     figure, axes = plt.subplots(1, len(policies), figsize=(4.2 * len(policies), 4.2), squeeze=False)
     for axis, policy in zip(axes[0], policies, strict=True):
         name = policy["policy"]
@@ -53,13 +54,22 @@ def _logprobs(out: Path, receipt: dict[str, Any]) -> str:
 
 def _training(out: Path, receipt: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2))
-    names = [p["policy"] for p in receipt["policies"]]
-    left.plot(names, [p["reward_mean"] for p in receipt["policies"]], marker="o")
+    rewards = [p["reward_mean"] for p in receipt["policies"]]
+    few = len(rewards) <= 10
+    left.plot(rewards, marker="o" if few else None, linewidth=1)
+    if not few:
+        means = [sum(rewards[i - 9 : i + 1]) / 10 for i in range(9, len(rewards))]
+        left.plot(range(9, len(rewards)), means, color="tab:orange", label="mean of ten")
+        left.legend(fontsize=7)
     left.set_title("mean reward per policy", fontsize=9)
-    steps = [str(u["step"]) for u in receipt["updates"]]
-    right.plot(steps, [u["grad_norm"] for u in receipt["updates"]], marker="o", color="tab:red")
+    left.set_xlabel("policy")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    steps = [u["step"] for u in receipt["updates"]]
+    right.plot(steps, [u["grad_norm"] for u in receipt["updates"]], marker="o" if few else None, color="tab:red", linewidth=1)
     right.set_title("gradient norm per update", fontsize=9)
     right.set_xlabel("update")
     return _save(figure, out, "training.png")

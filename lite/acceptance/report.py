@@ -47,13 +47,21 @@ def _lines(r: dict[str, Any], plots: list[str]) -> list[str]:
         lines.append(
             f"| {u['step']} | {u['loss']:.4g} | {u['grad_norm']:.4g} | {u['master_update_norm']:.4g} | {u['deployed_bytes_changed']:,} "
             f"| {u['nonzero_advantages']} of {u['samples']} | {u['groups']} ({u['collapsed_groups']}, {u['zero_advantage_groups']}) "
-            f"| {u['distinct_samples']} | {u['parameters_with_grad']} of {u['parameters_expected']} |"
+            f"| {u['distinct_samples']} | {u['parameters_with_grad']} of {u['parameters_expected']}"
+            + (f" ({len(u['without_grad'])} frozen or of {u['idle_experts']} experts without a token)" if u["without_grad"] else "")
+            + " |"
         )
     probes = r["kernels"]["probes"]
     reported = [p for p in probes if not p["ok"]]
     lines += ["", "## Probes", "", f"{len(probes)} checks of the kernels' promises on this device, {len(reported)} not kept."]
     lines += [f"- {p['kernel']} {p['check']} at {p['shape']}: first differing row {p['first_row']}" for p in reported]
-    lines += ["", "## Seconds", "", "| phase | seconds |", "|---|---|", *(f"| {k} | {v:.1f} |" for k, v in r["seconds"].items())]
+    if (trend := r["reward"])["policies"]:
+        change = "no spread" if trend["standard_errors"] is None else f"{trend['standard_errors']:+.1f} standard errors"
+        ends = f"Mean of the first {trend['policies']} policies {trend['first']:.4f}, of the last {trend['last']:.4f}: {change}."
+        lines += ["", "## Reward", "", ends]
+    total = sum(r["seconds"].values())
+    shares = (f"| {phase} | {seconds:.1f} | {seconds / total:.0%} |" for phase, seconds in r["seconds"].items())
+    lines += ["", "## Seconds", "", "| phase, over all policies | seconds | share |", "|---|---|---|", *shares]
     lines += ["", *(f"![{plot}]({plot})" for plot in plots)] if plots else ["", "No plots: matplotlib is not installed."]
     return lines
 

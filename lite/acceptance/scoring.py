@@ -1,6 +1,6 @@
 """The trainer's two paths over a rollout, and the byte comparison of each with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -14,6 +14,7 @@ from lite.errors import InputError
 from lite.primitive.ckpt.spec import parts
 from lite.primitive.compare import compare_bytes
 from lite.primitive.modules.head import TokenScores
+from lite.primitive.modules.moe import Experts
 from lite.primitive.parallel.packing import micro_batches
 from lite.runtime.batch import PackedBatch
 from lite.runtime.rollout.engine import Trajectory
@@ -41,14 +42,16 @@ class PackedRollout:
         return [found[i] for i in range(len(self.trajectories))]
 
 
-def pack_rollout(trajectories: list[Trajectory], temperature: float, seed: int, plant: Plant | None) -> PackedRollout:
+def pack_rollout(
+    trajectories: list[Trajectory], temperature: float, seed: int, plant: Plant | None, token_budget: int = TOKEN_BUDGET
+) -> PackedRollout:
     """Packs in an order of its own: short and long in turn, shuffled by seed, so that no trajectory keeps its rollout neighbours and
-    rows hold unequal lengths. A row has TOKEN_BUDGET tokens, or room for the two longest."""
+    rows hold unequal lengths. A row has token_budget tokens, or room for the two longest."""
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
     by_length = sorted(torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist(), key=lambda i: lengths[i])
     half = (len(by_length) + 1) // 2
     order = [i for pair in zip_longest(by_length[:half], reversed(by_length[half:])) for i in pair if i is not None]
-    token_budget = max(TOKEN_BUDGET, 2 * max(lengths))
+    token_budget = max(token_budget, 2 * max(lengths))
     members = [[order[i] for i in batch] for batch in micro_batches([lengths[i] for i in order], token_budget)]
     if not any(len({lengths[i] for i in batch}) > 1 for batch in members):
         raise InputError("trainer's packing", "no row holds two sequences of unequal length, so it proves nothing about packing",
@@ -106,24 +109,33 @@ def _json(value: Tensor) -> float | str:
 
 
 class BranchMagnitude:
-    """Forward hooks that measure, layer by layer, what the mixer and the MLP add to the residual stream: rms(added) / rms(residual)."""
+    """Forward hooks that measure, layer by layer, what a mixer and an MLP add to the residual stream: rms(added) / rms(residual).
+    mixer, mlp: by layer, where it has one."""
 
     def __init__(self, handle: Handle):
-        layers = handle.bundle.layers
-        self.mixer, self.mlp = [[0.0, 0.0] for _ in range(layers)], [[0.0, 0.0] for _ in range(layers)]
-        self.outputs: dict[int, Tensor] = {}
+        layers = dict(enumerate(handle.bundle.module.layers))
+        self.mixer = {i: [0.0, 0.0] for i, kind in enumerate(handle.bundle.config.mixers) if kind}
+        self.mlp = {i: [0.0, 0.0] for i, kind in enumerate(handle.bundle.config.mlps) if kind}
+        self.mixed: dict[int, Tensor] = {}
         self.hooks = []
-        for i, layer in enumerate(handle.bundle.module.layers):
-            mixer = layer.get_submodule("mixer")
-            self.hooks.append(mixer.register_forward_hook(lambda m, args, out, i=i: self.outputs.__setitem__(i, out.detach())))
+        for i, layer in layers.items():
+            if i in self.mixer:
+                mixer = layer.get_submodule("mixer")
+                self.hooks.append(mixer.register_forward_hook(lambda m, args, out, i=i: self.mixed.__setitem__(i, out.detach().double())))
             self.hooks.append(layer.register_forward_hook(lambda m, args, out, i=i: self._add(i, *(t.detach().double() for t in out))))
 
-    def _add(self, i: int, mlp_out: Tensor, residual: Tensor) -> None:
-        """residual: after the mixer's output was added."""
-        mixed = self.outputs.pop(i).double()
-        for sums, added, before in ((self.mixer[i], mixed, residual - mixed), (self.mlp[i], mlp_out, residual)):
-            sums[0] += float(added.square().sum())
-            sums[1] += float(before.square().sum())
+    def _add(self, i: int, last: Tensor, residual: Tensor) -> None:
+        """last: the output of the layer's last block. residual: the stream before it."""
+        if i in self.mixer:
+            mixed = self.mixed.pop(i)
+            self._sum(self.mixer[i], mixed, residual - mixed if i in self.mlp else residual)
+        if i in self.mlp:
+            self._sum(self.mlp[i], last, residual)
+
+    @staticmethod
+    def _sum(sums: list[float], added: Tensor, before: Tensor) -> None:
+        sums[0] += float(added.square().sum())
+        sums[1] += float(before.square().sum())
 
     def __enter__(self) -> "BranchMagnitude":
         return self
@@ -133,9 +145,39 @@ class BranchMagnitude:
             hook.remove()
 
     @staticmethod
-    def ratios(sums: list[list[float]]) -> list[float]:
+    def ratios(sums: dict[int, list[float]]) -> list[float]:
         """0 where the residual itself is 0: nothing can be told apart there."""
-        return [(added / residual) ** 0.5 if residual else 0.0 for added, residual in sums]
+        return [(added / residual) ** 0.5 if residual else 0.0 for added, residual in sums.values()]
+
+
+class RoutedGradients:
+    """Hooks that count, for each expert, the tokens that chose it and whose result received a gradient. An expert without one has none."""
+
+    def __init__(self, handle: Handle):
+        self.tokens: dict[str, Tensor] = {}  # the experts' name in the model -> [E]
+        self.hooks = []
+        for name, module in handle.bundle.module.named_modules():
+            if isinstance(module, Experts):
+                self.tokens[name] = torch.zeros(len(module.w13), dtype=torch.int64, device=module.w13.device)
+                self.hooks.append(module.register_forward_hook(lambda m, args, out, name=name: self._watch(name, args[2], out)))
+
+    def _watch(self, name: str, ids: Tensor, out: Tensor) -> None:
+        def count(grad: Tensor) -> None:
+            chosen = ids[grad.any(1)].flatten().long()
+            self.tokens[name] += torch.bincount(chosen, minlength=len(self.tokens[name]))
+
+        out.register_hook(count)
+
+    def __enter__(self) -> "RoutedGradients":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def idle(self) -> dict[str, list[int]]:
+        """The experts without such a token, by name."""
+        return {name: (tokens == 0).nonzero()[:, 0].tolist() for name, tokens in self.tokens.items()}
 
 
 def distinct_samples(trajectories: Sequence[Trajectory]) -> tuple[int, int, int]:
@@ -146,16 +188,26 @@ def distinct_samples(trajectories: Sequence[Trajectory]) -> tuple[int, int, int]
     return len(groups), sum(len(g) < 2 for g in groups.values()), sum(len(g) for g in groups.values())
 
 
-def gradient_coverage(handle: Handle) -> tuple[int, int, list[str]]:
-    """By checkpoint tensor name: (expected, with a finite non-zero gradient, names without)."""
+def gradient_coverage(handle: Handle, idle: Mapping[str, Sequence[int]]) -> tuple[int, int, dict[str, str | None]]:
+    """By checkpoint tensor name: (expected, with a finite non-zero gradient, those without and why that is right; None where it is not).
+
+    idle: see `RoutedGradients`.
+    """
     b = handle.bundle
     named = dict(b.module.named_parameters())
-    without = []
+    without: dict[str, str | None] = {}
     expected = parts(b.weights, b.config, b.layers)
     for part in expected:
-        grad = named[part.native].grad
-        rows = None if grad is None else grad[part.start : part.stop]
-        if rows is None or not bool(torch.isfinite(rows).all()) or not bool(rows.any()):
-            without.append(part.hf)
+        parameter = named[part.native]
+        rows = None if parameter.grad is None else part.of(parameter.grad)
+        if rows is not None and bool(torch.isfinite(rows).all()) and bool(rows.any()):
+            continue
+        reason = None
+        if not parameter.requires_grad:
+            reason = "frozen"
+        elif rows is not None and not rows.any() and parameter.ndim == 3:
+            expert = part.start // parameter.shape[1]
+            reason = "no token with a gradient chose this expert" if expert in idle[part.native.rpartition(".")[0]] else None
+        without[part.hf] = reason
     return len(expected), len(expected) - len(without), without
 

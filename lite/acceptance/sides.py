@@ -1,6 +1,6 @@
 """The two sides of a proof: a trainer, and an engine with a model of its own, each loading the same checkpoint by itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConfig
 from lite.runtime.rollout.embedded import EmbeddedEngine
 from lite.runtime.rollout.engine import RolloutEngine, Sampling
-from lite.runtime.rollout.paged_cache import PAGE
+from lite.runtime.rollout.paged_cache import PAGE, CachedSequences
 from lite.runtime.rollout.vllm import VllmEngine
 from lite.runtime.runtime import Handle, Runtime
 
@@ -44,6 +44,13 @@ class ProveConfig:
     temperature: float = 1.0
     lr: float = 1e-4
     plant: str | None = None
+    resume: bool = False
+    save_every: int = 10
+
+
+def same_run(c: ProveConfig) -> dict[str, str]:
+    """What may not change between a run and its resumption: everything but where it stops and how often it saves."""
+    return {f.name: str(getattr(c, f.name)) for f in fields(c) if f.name not in ("out", "updates", "resume", "save_every")}
 
 
 @dataclass
@@ -78,7 +85,7 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
         optimizer=OptimizerConfig(lr=c.lr),
         override={"num_hidden_layers": c.layers} if c.layers and c.model else {},
     )
-    if c.proxy is not None:
+    if c.proxy is not None and not (c.resume and folder.exists()):
         write_proxy(c.proxy, folder, geometry=c.geometry, layers=c.layers, dtype=backend.torch_dtype, seed=c.seed)
     runtime_config = RuntimeConfig(hf_path=str(folder), backend_cfg=backend)
     runtime = PlantedRuntime(runtime_config, plant) if plant else Runtime(runtime_config)
@@ -91,30 +98,34 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
 
     engine_bundle = Runtime(runtime_config).bundle()
     if plant:
-        check_applies(plant, engine_bundle, c.updates, c.groups * c.samples)
+        check_applies(plant, engine_bundle, c.engine, c.updates, c.groups * c.samples)
     if c.engine == "vllm":
         # first: batch-invariant mode must be on before the trainer's first product
         vllm_engine = _vllm_engine(c, engine_bundle, folder, task)
         ops = vllm_ops(c.attention)
         trainer = runtime.build_model(ops, vllm_engine.page)
-        vllm_engine.check_rotary(trainer.bundle.module.cos_sin)
+        if (cos_sin := trainer.bundle.module.cos_sin) is not None:
+            vllm_engine.check_rotary(cos_sin)
         engine: RolloutEngine = vllm_engine
     else:
         ops = reference_ops()
         trainer = runtime.build_model(ops)
-        engine = _embedded_engine(c, engine_bundle, folder, task)
+        engine = _embedded_engine(c, engine_bundle, folder, task, plant)
     runtime.train_mode(trainer)
     return Sides(folder, ops, runtime, trainer, engine, task, sampling)
 
 
-def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> EmbeddedEngine:
+def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task, plant: Plant | None) -> EmbeddedEngine:
     """Steps small enough to cut prompts, and three quarters of the cache that all running requests may need, so that full batches
     also meet preemption."""
     sequences = min(c.groups * c.samples, 32)
     longest = task.longest_prompt + c.response_tokens
     cache_tokens = max(sequences * longest * 3 // 4, longest + PAGE)
     step_tokens = max(48, sequences + task.longest_prompt - 1)
-    return EmbeddedEngine(bundle, folder, max_step_tokens=step_tokens, max_sequences=sequences, cache_tokens=cache_tokens)
+    return EmbeddedEngine(
+        bundle, folder, max_step_tokens=step_tokens, max_sequences=sequences, cache_tokens=cache_tokens,
+        context=plant.context if plant else CachedSequences,
+    )  # fmt: skip
 
 
 def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> VllmEngine:
@@ -162,6 +173,8 @@ def check_choice(c: ProveConfig) -> None:
             raise InputError(name, f"{value} is not positive", "raise it")
     if c.samples < 2:
         raise InputError("--samples", f"{c.samples} sample a group has no group to be compared with", "raise it to 2 or more")
+    if c.save_every < 1:
+        raise InputError("--save-every", f"{c.save_every} is not positive", "raise it")
     if not 0 <= c.seed < 1 << 31:
         raise InputError("--seed", f"{c.seed} is out of range", "use 0 to 2147483647")
     if c.engine == "vllm" and c.model and c.layers:

@@ -19,6 +19,7 @@ from lite.primitive.kernels.probe import Probe, probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
 from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
+from lite.runtime import checkpoint
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import RuntimeConfig, from_dict
 from lite.runtime.weights import DeployedWeights
@@ -174,8 +175,8 @@ class Runtime:
                 raise InputError(f"PackedBatch.{name}", f"token {wrong} is outside the {config.vocab_size} words", "check the tokenizer")
         if batch.position_ids is not None and not 0 <= int(batch.position_ids.min()) <= int(batch.position_ids.max()) < limit:
             raise InputError("PackedBatch.position_ids", f"leave 0 .. {limit - 1}", "count from 0 in each sequence")
-        if batch.routed_experts is not None and not handle.bundle.routers:
-            raise InputError("PackedBatch.routed_experts", f"{self.family} has no routers", "leave it None")
+        if batch.routed_experts is not None:
+            raise InputError("PackedBatch.routed_experts", "replaying routes is not built: they are the rollout's own", "leave it None")
         return batch
 
     def zero_grad(self, handle: Handle) -> None:
@@ -211,6 +212,56 @@ class Runtime:
         config = {k: v for k, v in self.hf_config.items() if k not in ("dtype", "torch_dtype")}
         config["dtype"] = str(self.config.backend_cfg.torch_dtype).removeprefix("torch.")
         write_checkpoint(folder, config, self.export_weights(handle), beside=self.folder)
+
+    def save_checkpoint(self, handle: Handle, path: Path | str, *, keep: int = 3, facts: dict[str, Any] | None = None) -> Path:
+        """Writes path/step-N, N the policy's version: masters, moments, schedule, random streams, and what is deployed without a master.
+        Keeps the last `keep`. facts: the caller's own, anything JSON can hold. -> the folder."""
+        optimizer = self._optimizer(handle)
+        assert handle.schedule is not None
+        version = handle.weights.require()
+        held = {
+            "version": version,
+            "config": self.hf_config,
+            "steps": optimizer.steps(),
+            "schedule": handle.schedule.last_epoch,
+            "lr": [group["lr"] for group in optimizer.adamw.param_groups],
+            "facts": facts or {},
+        }
+        tensors = self._training_state(handle) | checkpoint.random_state()
+        return checkpoint.save(Path(path), version, tensors, held, keep)
+
+    def load_checkpoint(self, handle: Handle, path: Path | str) -> dict[str, Any] | None:
+        """Resumes from path, a checkpoint, or from the latest in it. -> the caller's facts; None, and nothing changed, where path holds no
+        checkpoint yet. The next step has the bits that it would have had without the break.
+
+        Raises InputError for a checkpoint of another model or one that is damaged; a failed load leaves weights that cannot be run.
+        """
+        folder = Path(path) if (Path(path) / checkpoint.STATE).exists() else checkpoint.latest(Path(path))
+        if folder is None:
+            return None
+        optimizer = self._optimizer(handle)
+        assert handle.schedule is not None
+        held = checkpoint.read_facts(folder)
+        for key in {*held["config"], *self.hf_config}:
+            if held["config"].get(key) != self.hf_config.get(key):
+                was, now = held["config"].get(key), self.hf_config.get(key)
+                raise InputError(folder, f"was written by a model with {key} = {was!r}, this one has {now!r}", "resume with the same model")
+        handle.weights.version = None
+        optimizer.set_steps(held["steps"])
+        random = checkpoint.random_state()
+        checkpoint.load(folder, self._training_state(handle) | random)
+        checkpoint.set_random_state(random)
+        handle.schedule.last_epoch = held["schedule"]
+        for group, lr in zip(optimizer.adamw.param_groups, held["lr"], strict=True):
+            group["lr"] = lr
+        optimizer.zero_grad()
+        handle.weights.deploy(optimizer.masters, held["version"])
+        return dict(held["facts"])
+
+    def _training_state(self, handle: Handle) -> dict[str, Tensor]:
+        optimizer = self._optimizer(handle)
+        frozen = {f"deployed.{name}": p for name, p in handle.weights.parameters.items() if name not in optimizer.masters}
+        return optimizer.tensors() | frozen
 
     def to(self, handle: Handle, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parameters, masters with their moments, and gradients."""

@@ -38,9 +38,9 @@ class DeployedWeights:
         self.version = None
 
         def write(part: Part, tensor: Tensor) -> None:
-            self.parameters[part.native][part.start : part.stop].copy_(tensor)
+            part.of(self.parameters[part.native]).copy_(tensor)
             if masters is not None and part.native in masters:
-                masters[part.native][part.start : part.stop].copy_(tensor)
+                part.of(masters[part.native]).copy_(tensor)
 
         b = self.bundle
         report = load_weights(b.weights, b.config, b.layers, self.parameters, tensors, write, where)

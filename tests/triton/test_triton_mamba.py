@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lite.errors import InputError
 from lite.primitive.compare import bits
-from lite.primitive.kernels.vllm import mamba, triton_set
 from lite.primitive.kernels.visible import SSDShape
+from lite.primitive.kernels.vllm import mamba, triton_set
 from lite.primitive.parallel.packing import Seqlens, cumulative_lengths
 from lite.vllm_plugin import replay
 from tests.closeness import agrees, row_error
@@ -92,9 +92,10 @@ def test_a_wrong_weight_sequence_or_row_is_noticed(weights: Weights) -> None:
 
 @pytest.mark.parametrize("companions", [[3, 1, 2], [5, 5]], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_pack(weights: Weights, companions: list[int]) -> None:
-    every = [rows(n) for n in LENGTHS]
-    y, boundary = scan(weights, *(torch.cat(t) for t in zip(*(every[i] for i in companions), strict=True)), [LENGTHS[i] for i in companions])
-    cu = cumulative_lengths([LENGTHS[i] for i in companions]).tolist()
+    every, lengths = [rows(n) for n in LENGTHS], [LENGTHS[i] for i in companions]
+    xbc, dt = (torch.cat(t) for t in zip(*(every[i] for i in companions), strict=True))
+    y, boundary = scan(weights, xbc, dt, lengths)
+    cu = cumulative_lengths(lengths).tolist()
     for s, i in enumerate(companions):
         alone, state = scan(weights, *every[i], [LENGTHS[i]])
         assert torch.equal(bits(y[cu[s] : cu[s + 1]]), bits(alone)) and torch.equal(bits(boundary[s]), bits(state[0]))

@@ -1,5 +1,6 @@
 """Reading config.json strictly: every key is honoured, known to be irrelevant here, or refused by name."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ REQUIRED = object()
 
 KINDS = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "max_position_embeddings"), "count"),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), "positive number"),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), "boolean"),
+                     "head_dim", "max_position_embeddings", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
+                     "moe_intermediate_size", "moe_shared_expert_intermediate_size", "decoder_sparse_step", "n_group", "topk_group",
+                     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size"), "count"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "rope_theta", "routed_scaling_factor"), "positive number"),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_bias", "use_conv_bias"), "boolean"),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), "mapping"),
+    **dict.fromkeys(("mlp_only_layers", "layers_block_type"), "list"),
+    "hybrid_override_pattern": "string",
 }  # fmt: skip
 
 
@@ -31,9 +36,13 @@ def _is(value: Any, kind: str) -> bool:
         case "count":
             return isinstance(value, int) and number and 0 < value < 1 << 31
         case "positive number":
-            return number and value > 0
+            return number and 0 < value < math.inf
         case "boolean":
             return isinstance(value, bool)
+        case "list":
+            return isinstance(value, list)
+        case "string":
+            return isinstance(value, str)
         case _:
             return isinstance(value, dict)
 
@@ -44,13 +53,15 @@ def load_hf_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def read_fields(hf: Mapping[str, Any], honoured: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def read_fields(
+    hf: Mapping[str, Any], honoured: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], ignored: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The honoured keys with their defaults filled in.
 
     honoured: key -> default, or REQUIRED. only: key -> the values under which it changes nothing (the first is the default);
-    any other value is refused, because honouring it is not built.
+    any other value is refused, because honouring it is not built. ignored: key -> why the family's forward pass does not depend on it.
     """
-    known = set(honoured) | set(only) | IRRELEVANT
+    known = set(honoured) | set(only) | set(ignored or ()) | IRRELEVANT
     for key in hf:
         if key not in known:
             raise InputError("config.json", f"key {key!r} is not known for {hf.get('model_type')}", nearest(key, known - IRRELEVANT))

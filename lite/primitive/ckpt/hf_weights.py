@@ -55,7 +55,7 @@ def load_weights(
         if name in seen:
             raise InputError(where, f"gives {name!r} twice", "give each tensor once")
         seen.add(name)
-        target = parameters[part.native][part.start : part.stop]
+        target = part.of(parameters[part.native])
         if tensor.shape != target.shape:
             raise InputError(where, f"{name!r} is {tuple(tensor.shape)}, the config says {tuple(target.shape)}", "correct the config")
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -76,9 +76,9 @@ def load_weights(
 
 
 def export_weights(table: WeightTable, config: Any, layers: int, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) in the table's order; fused parameters come apart as views."""
+    """(checkpoint name, tensor) in the table's order; fused and stacked parameters come apart as views."""
     for part in parts(table, config, layers):
-        yield part.hf, parameters[part.native].detach()[part.start : part.stop]
+        yield part.hf, part.of(parameters[part.native].detach())
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -30,14 +30,17 @@ def _unique_keys(path: Path) -> Any:
     return build
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}")
+def _constant(name: str) -> float:
+    """Infinity is a limit that is none (time_step_limit); NaN is nothing."""
+    if name == "NaN":
+        raise ValueError("it holds NaN")
+    return float(name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose keys are unique at every level."""
     try:
-        content = json.loads(path.read_text(), object_pairs_hook=_unique_keys(path), parse_constant=_refuse_constant)
+        content = json.loads(path.read_text(), object_pairs_hook=_unique_keys(path), parse_constant=_constant)
     except FileNotFoundError:
         raise InputError(path, "no such file", "give the folder of a Hugging Face checkpoint") from None
     except (ValueError, IsADirectoryError) as error:

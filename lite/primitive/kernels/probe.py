@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lite.errors import ProbeError
 from lite.primitive.compare import bits
-from lite.primitive.kernels.visible import VisibleKernels
+from lite.primitive.kernels.visible import SSDShape, VisibleKernels
 from lite.primitive.parallel.packing import Seqlens
 
 ROWS = 100  # more than three GEMM tiles, and not a multiple of one
@@ -25,13 +25,17 @@ LENGTH, LENGTH_ON_GPU = 150, 4200
 @dataclass(frozen=True)
 class ModelShapes:
     """linears: (outputs, inputs) of every projection. norms: normalised sizes. attention: (query heads, key heads, head size) or None.
-    swiglu: intermediate sizes. head: (vocabulary, hidden)."""
+    swiglu, relu2: intermediate sizes. head: (vocabulary, hidden). mamba: (scan, width of the convolution, groups of the gated norm) or
+    None. moe: (experts, experts a token, hidden, intermediate, activation) or None."""
 
     linears: tuple[tuple[int, int], ...]
     norms: tuple[int, ...]
     attention: tuple[int, int, int] | None
     swiglu: tuple[int, ...]
     head: tuple[int, int]
+    mamba: tuple[SSDShape, int, int] | None = None
+    moe: tuple[int, int, int, int, str] | None = None
+    relu2: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,12 @@ def _checks(kernels: VisibleKernels, shapes: ModelShapes, dtype: torch.dtype, de
         yield Probe("add_rms_norm", "row invariance", (size,), _first_differing(run, random(ROWS, size)))
     for size in shapes.swiglu:
         yield Probe("swiglu", "row invariance", (size,), _first_differing(kernels.swiglu, random(ROWS, 2 * size, scale=2.0)))
+    for size in shapes.relu2:
+        yield Probe("relu2", "row invariance", (size,), _first_differing(kernels.relu2, random(ROWS, size)))
+    if shapes.moe is not None:
+        yield from _expert_checks(kernels, *shapes.moe, random)
+    if shapes.mamba is not None:
+        yield from _mamba_checks(kernels, *shapes.mamba, random)
     if shapes.attention is not None:
         heads, _, dim = shapes.attention
         angles = random(1, dim)
@@ -173,3 +183,101 @@ def _attention_checks(kernels: VisibleKernels, shape: tuple[int, int, int], rand
     # decode steps alone, in a batch of their own (kernels choose by the longest query of a call) and beside a prefill
     calls = [[step] for step in steps] + [steps[i : i + 8] for i in range(0, len(steps), 8)] + [[*steps[:8], (0, 71)]]
     yield Probe("attention", "decode equals prefill", shape, first(calls))
+
+
+def _expert_checks(
+    kernels: VisibleKernels, experts: int, k: int, hidden: int, intermediate: int, activation: str, random: Callable[..., Tensor]
+) -> Any:
+    """Router and experts. Every token chooses expert 0, which so has more rows than a tile of any set; the others have few."""
+    x, gate = random(ROWS, hidden), random(experts, hidden, scale=hidden**-0.5)
+    for dtype in dict.fromkeys((torch.float32, x.dtype)):
+        scored = lambda x, dtype=dtype: kernels.router_logits(x, gate, dtype)  # noqa: E731
+        yield Probe("router_logits", "row invariance", (experts, hidden), _first_differing(scored, x))
+    logits = kernels.router_logits(x, gate, torch.float32)
+    bias = random(experts, scale=0.1).float()
+    choices: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+        "topk_softmax": lambda z: kernels.topk_softmax(z, k, True),
+        "grouped_topk": lambda z: kernels.grouped_topk(z, bias, k, 1, 1, True),
+    }
+    for name, choose in choices.items():
+        both = lambda z, choose=choose: torch.cat([choose(z)[0], choose(z)[1].float()], dim=1)  # noqa: E731
+        yield Probe(name, "row invariance", (experts, k), _first_differing(both, logits))
+
+    # a few matrices, each for many experts: random numbers for all of a large model's would take longer than the rest of the probe
+    made = torch.arange(experts, device=x.device) % 4
+    w13 = random(4, intermediate * (2 if activation == "silu" else 1), hidden, scale=hidden**-0.5)[made]
+    w2 = random(4, hidden, intermediate, scale=intermediate**-0.5)[made]
+    others = 1 + random(ROWS, experts - 1).argsort(-1)[:, : k - 1]
+    ids = torch.cat([made.new_zeros(ROWS, 1), others], dim=1).int()
+    weights = random(ROWS, k).float().softmax(-1)
+    run = lambda rows: kernels.routed_experts(x[rows], w13, w2, weights[rows], ids[rows], activation)  # noqa: E731
+    shape = (experts, k, hidden, intermediate)
+    yield Probe("routed_experts", "row invariance", shape, _first_differing(run, torch.arange(ROWS, device=x.device)))
+
+
+def _mamba_checks(kernels: VisibleKernels, shape: SSDShape, width: int, groups: int, random: Callable[..., Tensor]) -> Any:
+    """The convolution and the scan, whole, cut into pieces and token by token (by the replay rule), and the gated norm."""
+    H, P, G, N, L = shape
+    channels, size = H * P + 2 * G * N, H * P
+    device = random(1).device
+    every = torch.arange(ROWS, device=device)
+    x, gate, norm = random(ROWS, size), random(ROWS, size, scale=2.0), random(size)
+    run = lambda rows: kernels.gated_rms_norm(x[rows], gate[rows], norm, groups, 1e-5)  # noqa: E731
+    yield Probe("gated_rms_norm", "row invariance", (size, groups), _first_differing(run, every))
+
+    lengths = (37, max(3 * L + 5, ROWS), 1)  # more than two chunks, between two other sequences
+    rows, weight, bias = random(sum(lengths), channels), random(channels, width, scale=0.5), random(channels)
+    packed = kernels.causal_conv1d(rows, weight, bias, None, Seqlens.of(lengths, lengths, device))
+    probed = slice(lengths[0], lengths[0] + lengths[1])
+    xbc = rows[probed]
+    windows = torch.cat([xbc.new_zeros(width - 1, channels), xbc]).unfold(0, width - 1, 1).transpose(1, 2)
+
+    def decoded(rows: Tensor) -> Tensor:
+        """Each row as one new token after its own history."""
+        ones = [1] * len(rows)
+        return kernels.causal_conv1d(xbc[rows], weight, bias, windows[rows].contiguous(), Seqlens.of(ones, ones, device))
+
+    yield Probe("causal_conv1d", "row invariance", (channels, width), _first_differing(decoded, every))
+    differs = (bits(decoded(torch.arange(lengths[1], device=device))) != bits(packed[probed])).any(1)
+    row = int(differs.nonzero()[0]) if differs.any() else None
+    yield Probe("causal_conv1d", "decode equals prefill", (channels, width), row)
+    yield from _scan_checks(kernels, shape, packed, lengths, random)
+
+
+def _scan_checks(kernels: VisibleKernels, shape: SSDShape, xbc: Tensor, lengths: tuple[int, ...], random: Callable[..., Tensor]) -> Any:
+    """Of the second sequence of `lengths`: its rows packed among the others against the same alone, in pieces and token by token."""
+    H, L, (offset, length, _), device = shape.heads, shape.chunk, lengths, xbc.device
+    dt, D, dt_bias, A = random(len(xbc), H), random(H), random(H, scale=0.5) - 2.0, -torch.exp(random(H).float())
+
+    def scan(rows: Tensor, boundary: Tensor | None, seqlens: Seqlens) -> tuple[Tensor, Tensor]:
+        return kernels.ssd_scan(xbc[rows], dt[rows], A, D, dt_bias, boundary, seqlens, shape)
+
+    packed = bits(scan(torch.arange(len(xbc), device=device), None, Seqlens.of(lengths, lengths, device))[0][offset : offset + length])
+    boundaries = [torch.zeros(1, H, shape.head_dim, shape.state, device=device)]
+    for stop in range(L, length + 1, L):
+        boundaries.append(scan(offset + torch.arange(stop, device=device), None, Seqlens.of([stop], [stop], device))[1])
+
+    def differing(spans: list[tuple[int, int]]) -> int | None:
+        """One call over several cuts (start, stop) of the sequence, each with the rows since its last boundary again."""
+        begins = [start // L * L for start, _ in spans]
+        rows = torch.cat([torch.arange(begin, stop) for begin, (_, stop) in zip(begins, spans, strict=True)]).to(device)
+        asked = torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
+        held = [stop - begin for begin, (_, stop) in zip(begins, spans, strict=True)]
+        seqlens = Seqlens.of([stop - start for start, stop in spans], held, device)
+        y, ends = scan(offset + rows, torch.cat([boundaries[begin // L] for begin in begins]), seqlens)
+        differs = (bits(y) != packed[asked]).any(1)
+        if differs.any():
+            return int(asked[differs].min())
+        wrong = bits(ends) != bits(torch.cat([boundaries[stop // L] for _, stop in spans]))
+        return min((stop for (_, stop), w in zip(spans, wrong.flatten(1).any(1).tolist(), strict=True) if w), default=None)
+
+    def first(calls: list[list[tuple[int, int]]]) -> int | None:
+        return min((row for spans in calls if (row := differing(spans)) is not None), default=None)
+
+    yield Probe("ssd_scan", "packed equals alone", shape, first([[(0, length)]]))
+    cuts = [7, L - 1, L, L + 1, 2 * L, 2 * L + 3]
+    pieces = [[(0, cut)] for cut in cuts] + [[(cut, length)] for cut in cuts] + [[(7, L + 7), (0, 7), (L + 7, length)]]
+    yield Probe("ssd_scan", "cut prefill equals prefill", shape, first(pieces))
+    steps = [(t, t + 1) for t in (0, 1, L // 2, L - 1, L, L + 1, 2 * L - 1, 2 * L, 3 * L - 1, 3 * L, length - 1)]
+    calls = [[step] for step in steps] + [steps, [*steps[:8], (0, L + 7)]]
+    yield Probe("ssd_scan", "decode equals prefill", shape, first(calls))

@@ -16,6 +16,8 @@ class RMSNorm(nn.Module):
         """x[..., size] normalised over its last axis."""
         return self.ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view_as(x)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), both [T, size]."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), both [T, size]; residual None: nothing comes before x."""
+        if residual is None:
+            return self(x), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -39,7 +39,7 @@ class RotaryConfig:
         if rule == "yarn":
             given.setdefault("original_max_position_embeddings", positions)
         for key, value in given.items():
-            if key not in ("rope_type", "truncate") and value is not None and not (isinstance(value, int | float) and value > 0):
+            if key not in ("rope_type", "truncate") and value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise InputError("config.json rope scaling", f"{key} = {value!r} is no positive number", "correct it")
         missing = sorted(key for key in RULES[rule] - OPTIONAL if given.get(key) is None)
         if missing:

@@ -6,9 +6,10 @@ Modules are given an `Ops` and call it; which kernels run was decided once, by w
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lite.primitive.kernels.visible import VisibleKernels
+from lite.primitive.kernels.visible import SSDShape, VisibleKernels
 from lite.primitive.ops.aligned import VJP, visible_forward
 from lite.primitive.parallel.packing import Seqlens
 
@@ -31,6 +32,33 @@ class Ops:
             constants=("lse",),
         )
         self._swiglu = VJP(("gate_up",), ("y",), ("gate_up",), vjp.swiglu)
+        self._relu2 = VJP(("x",), ("y",), ("x",), vjp.relu2)
+        self._causal_conv1d = VJP(
+            ("x", "weight", "bias", "history", "seqlens"), ("y",), ("x", "weight", "bias", "history"), vjp.causal_conv1d
+        )
+        self._ssd_scan = VJP(
+            ("xbc", "dt", "A", "D", "dt_bias", "boundary", "seqlens", "shape"),
+            ("y", "last_boundary"),
+            ("xbc", "dt", "A", "D", "dt_bias", "boundary"),
+            vjp.ssd_scan,
+            constants=("last_boundary",),
+        )
+        self._gated_rms_norm = VJP(("x", "gate", "weight", "groups", "eps"), ("y",), ("x", "gate", "weight"), vjp.gated_rms_norm)
+        self._ssm_decay = VJP(("A_log",), ("A",), ("A",), vjp.ssm_decay)
+        self._router_logits = VJP(("x", "weight", "out_dtype"), ("y",), ("x", "weight"), vjp.router_logits)
+        self._topk_softmax = VJP(
+            ("logits", "k", "renormalize"), ("weights", "ids"), ("logits", "ids"), vjp.topk_softmax, constants=("ids",)
+        )
+        self._grouped_topk = VJP(
+            ("logits", "bias", "k", "groups", "topk_groups", "renormalize"),
+            ("weights", "ids"),
+            ("logits", "ids"),
+            vjp.grouped_topk,
+            constants=("ids",),
+        )
+        self._routed_experts = VJP(
+            ("x", "w13", "w2", "weights", "ids", "activation"), ("y",), ("x", "w13", "w2", "weights", "ids"), vjp.routed_experts
+        )
         self._token_logprobs = VJP(
             ("hidden", "weight", "labels", "temperature", "vocab_size", "with_entropy"),
             ("logprob", "entropy", "max", "sum"),
@@ -59,6 +87,49 @@ class Ops:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return visible_forward(self.visible.swiglu, self._swiglu, gate_up)
+
+    def relu2(self, x: Tensor) -> Tensor:
+        return visible_forward(self.visible.relu2, self._relu2, x)
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, seqlens: Seqlens) -> Tensor:
+        return visible_forward(self.visible.causal_conv1d, self._causal_conv1d, x, weight, bias, history, seqlens)
+
+    def ssd_scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        boundary: Tensor | None,
+        seqlens: Seqlens,
+        shape: SSDShape,
+    ) -> tuple[Tensor, Tensor]:
+        """-> (y[Tq, H P], boundary[S, H, P, N] fp32); boundaries, given and returned, are constants."""
+        return visible_forward(self.visible.ssd_scan, self._ssd_scan, xbc, dt, A, D, dt_bias, boundary, seqlens, shape)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        return visible_forward(self.visible.gated_rms_norm, self._gated_rms_norm, x, gate, weight, groups, eps)
+
+    def ssm_decay(self, A_log: Tensor) -> Tensor:
+        """A_log[H] -> A[H] fp32 = -exp(A_log), the same with every kernel set."""
+        return visible_forward(lambda A_log: -torch.exp(A_log.float()), self._ssm_decay, A_log)
+
+    def router_logits(self, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return visible_forward(self.visible.router_logits, self._router_logits, x, weight, out_dtype)
+
+    def topk_softmax(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """-> (weights[T, k] fp32, ids[T, k] int32); the gradient flows through the weights."""
+        return visible_forward(self.visible.topk_softmax, self._topk_softmax, logits, k, renormalize)
+
+    def grouped_topk(
+        self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        """-> (weights[T, k] fp32, ids[T, k] int32); the gradient flows through the weights, and none to the bias."""
+        return visible_forward(self.visible.grouped_topk, self._grouped_topk, logits, bias, k, groups, topk_groups, renormalize)
+
+    def routed_experts(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, activation: str) -> Tensor:
+        return visible_forward(self.visible.routed_experts, self._routed_experts, x, w13, w2, weights, ids, activation)
 
     def token_logprobs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, with_entropy: bool

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from lite.errors import InputError
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class MasterAdamW:
     """AdamW on fp32 copies of a model's trainable parameters.
@@ -55,6 +57,25 @@ class MasterAdamW:
             nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.clip_grad, torch.tensor(norm, device=grads[0].device))
         self.adamw.step()
         return True, norm, zeros
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters and moments by name, the objects themselves: what a checkpoint holds. What no step has reached has no moments."""
+        found = {f"master.{name}": master for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            found |= {f"{key}.{name}": self.adamw.state[master][key] for key in MOMENTS if master in self.adamw.state}
+        return found
+
+    def steps(self) -> dict[str, int]:
+        """How many steps each master has taken, by name."""
+        return {name: int(self.adamw.state[master]["step"]) for name, master in self.masters.items() if master in self.adamw.state}
+
+    def set_steps(self, steps: Mapping[str, int]) -> None:
+        """Makes room for the moments of the masters named, so that `tensors` can be filled; forgets those of the others."""
+        self.adamw.state.clear()
+        for name, count in steps.items():
+            master = self.masters[name]
+            moments = {key: torch.zeros_like(master) for key in MOMENTS}
+            self.adamw.state[master] = {"step": torch.tensor(float(count)), **moments}
 
     def to(self, device: torch.device) -> None:
         """Moves masters and moments; the masters stay the same objects."""

@@ -72,3 +72,13 @@ class PackedSequences:
     def extend_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seqlens]:
         """See `SequenceContext.extend_kv`."""
         return k, v, self.seqlens
+
+    def conv_history(self, layer: int, x: Tensor, width: int) -> None:
+        """See `SequenceContext.conv_history`."""
+
+    def extend_scan(self, layer: int, xbc: Tensor, dt: Tensor, chunk: int) -> tuple[Tensor, Tensor, None, Seqlens]:
+        """See `SequenceContext.extend_scan`."""
+        return xbc, dt, None, self.seqlens
+
+    def keep_boundary(self, layer: int, boundary: Tensor) -> None:
+        """See `SequenceContext.keep_boundary`."""

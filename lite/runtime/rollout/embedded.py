@@ -21,13 +21,21 @@ from lite.runtime.weights import DeployedWeights
 class EmbeddedEngine:
     """bundle: a model of its own, not the trainer's; it is loaded from the checkpoint, as version 0, like any engine loads.
 
-    max_step_tokens: tokens of one forward. max_sequences: requests that run at once. cache_tokens: capacity of the cache.
+    max_step_tokens: tokens of one forward. max_sequences: requests that run at once. cache_tokens: capacity of the cache. context: how a
+    step reads and writes it.
     """
 
     name = "embedded"
 
     def __init__(
-        self, bundle: ModelBundle, folder: Path, *, max_step_tokens: int = 256, max_sequences: int = 32, cache_tokens: int = 1 << 15
+        self,
+        bundle: ModelBundle,
+        folder: Path,
+        *,
+        max_step_tokens: int = 256,
+        max_sequences: int = 32,
+        cache_tokens: int = 1 << 15,
+        context: type[CachedSequences] = CachedSequences,
     ):
         if max_step_tokens < 1 or max_sequences < 1:
             raise InputError("engine", f"max_step_tokens {max_step_tokens}, max_sequences {max_sequences}", "set both to 1 or more")
@@ -36,6 +44,7 @@ class EmbeddedEngine:
         self.weights.load(read_tensors(folder), 0, folder)
         self.device = next(iter(self.weights.parameters.values())).device
         self.max_step_tokens, self.max_sequences, self.cache_tokens = max_step_tokens, max_sequences, cache_tokens
+        self.context = context
         self.counters = RolloutCounters()
         self.asleep = False
 
@@ -80,7 +89,7 @@ class EmbeddedEngine:
         """One forward over the scheduled tokens; requests whose last token was among them get their next one."""
         step = scheduler.next_step()
         ids = torch.tensor([t for r, new in step for t in r.tokens[r.computed : r.computed + new]], device=self.device)
-        context = CachedSequences(cache, [(r.pages, r.computed, new) for r, new in step])
+        context = self.context(cache, [(r.pages, r.computed, new) for r, new in step])
         hidden = self.bundle.module.hidden(ids, context)
         for request, new in step:
             request.computed += new

@@ -42,7 +42,16 @@ def test_every_family_passes_at_three_policies(family, dtype, tmp_path, monkeypa
         assert receipt["lengths"][situation] > 0
 
 
-@pytest.mark.parametrize("kind", sorted(PLANTS))
+SCANNING = {"chunk-shift", "state-bf16"}  # planted where a scan's state is kept
+
+
+@pytest.mark.parametrize("kind", sorted(SCANNING))
+def test_a_plant_without_meaning_for_the_family_proves_nothing(kind, tmp_path, monkeypatch, capsys):
+    assert mlite(monkeypatch, "prove", "--proxy", "llama", *SMALL, "--updates", 0, "--plant", kind, "--out", tmp_path / "run") == 2
+    assert f"{kind} has no meaning for this family" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", sorted(set(PLANTS) - SCANNING))
 def test_a_planted_error_fails_by_counted_tokens(kind, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert mlite(monkeypatch, "prove", "--proxy", "llama", *SMALL, "--updates", 1, "--plant", kind, "--out", out) == 1

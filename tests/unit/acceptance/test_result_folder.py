@@ -50,15 +50,15 @@ def test_what_a_killed_run_left_does_not_block_the_next(earlier, monkeypatch):
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with claimed(tmp_path / "run"), pytest.raises(InputError, match="another run"), claimed(tmp_path / "run"):
+    with claimed(tmp_path / "run", False), pytest.raises(InputError, match="another run"), claimed(tmp_path / "run", False):
         pass
-    with claimed(tmp_path / "run"):
+    with claimed(tmp_path / "run", False):
         assert (tmp_path / "run" / LOCK).exists()
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_a_receipt_that_says_so(tmp_path):
-    code = "from lite.acceptance import prove, sides\nimport os\nprove.build_sides = lambda *a: os._exit(9)\n"
+    code = "from lite.acceptance import proof, prove, sides\nimport os\nproof.build_sides = lambda *a: os._exit(9)\n"
     code += "from pathlib import Path\nfrom tests.unit.acceptance.test_rewards import Silent\n"
     code += f"prove.prove(sides.ProveConfig(out=Path({str(tmp_path / 'run')!r}), proxy='llama'), ['x'], Silent())\n"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
@@ -93,9 +93,9 @@ def test_a_usage_error_is_one_line_too(usage, monkeypatch, capsys):
 
 def test_an_unforeseen_error_is_one_line_and_never_exit_1(tmp_path, monkeypatch, capsys):
     """Exit 1 says that a token differs."""
-    from lite.acceptance import prove
+    from lite.acceptance import proof
 
-    monkeypatch.setattr(prove, "build_sides", lambda *args: 1 / 0)
+    monkeypatch.setattr(proof, "build_sides", lambda *args: 1 / 0)
     assert mlite(monkeypatch, *RUN, "--out", tmp_path / "run") == 2
     assert [line for line in capsys.readouterr().err.splitlines() if "unexpected ZeroDivisionError" in line]
     assert "ZeroDivisionError" in json.loads((tmp_path / "run" / "receipt.json").read_text())["reason"]

@@ -16,7 +16,7 @@ def good():
                  "collapsed_groups": 0}
                 for k in range(3)]  # fmt: skip
     updates = [{"step": k, "grad_norm": 1.0, "master_update_norm": 0.1, "deployed_bytes_changed": 9, "nonzero_advantages": 4,
-                "parameters_expected": 5, "parameters_with_grad": 5, "without_grad": []}
+                "parameters_expected": 5, "parameters_with_grad": 5, "without_grad": {}}
                for k in (1, 2)]  # fmt: skip
     return policies, updates, [0.5, 0.3]
 
@@ -33,7 +33,7 @@ BREAKS = [
     ("fail", "gradient", lambda p, u, r: p[1]["actor"].update(requires_grad=False)),
     ("fail", "gradient", lambda p, u, r: p[1]["score"].update(requires_grad=True)),
     ("fail", "different weights", lambda p, u, r: p[1]["fingerprint"].update(engine="0")),
-    ("fail", "no gradient", lambda p, u, r: u[0].update(parameters_with_grad=4, without_grad=["lm_head.weight"])),
+    ("fail", "no gradient", lambda p, u, r: u[0].update(parameters_with_grad=4, without_grad={"lm_head.weight": None})),
     ("inconclusive", "distinct", lambda p, u, r: p[2].update(collapsed_groups=1)),
     ("inconclusive", "changed nothing", lambda p, u, r: u[1].update(deployed_bytes_changed=0)),
     ("inconclusive", "changed nothing", lambda p, u, r: u[1].update(master_update_norm=0.0)),

@@ -5,6 +5,7 @@ model may differ by 2e-5 nats (eps 6e-8 on logits of up to 10, some tens of roun
 `assert_gradient` checks that 1.05 and 1.25 times the gradient misses that.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lite import PackedBatch
+from lite.model.registry import families
 from lite.primitive.ckpt.spec import parts
 from lite.runtime.runtime import Handle, StepContext, TokenScores
+from tests.checkpoints import same
 from tests.gradients import assert_gradient
 from tests.tiny import tiny_checkpoint, tiny_runtime
 
@@ -25,6 +28,8 @@ SAMPLES = [([5, 9, 301, 77], [4, 4, 500, 21, 8]), ([3], list(range(100, 173))), 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+# Every kind of block, and a Mamba layer after the others. transformers clamps the time steps at time_step_min, vLLM and we clamp nothing.
+HYBRID = {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5, "time_step_min": 0.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama untied": ("llama", {"tie_word_embeddings": False}),
@@ -43,6 +48,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 yarn": ("qwen3", {"rope_scaling": YARN}),
     "qwen2": ("qwen2", {}),
     "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe all sparse": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": False, "tie_word_embeddings": True}),
+    "qwen3_moe every second layer": ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2, "num_experts_per_tok": 3}),
+    "nemotron_h": ("nemotron_h", HYBRID),
+    "nemotron_h variants": ("nemotron_h", HYBRID | {"use_bias": True, "use_conv_bias": False, "norm_topk_prob": False, "n_groups": 3}),
+    "nemotron_h groups of experts": ("nemotron_h", HYBRID | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "conv_kernel": 3}),
 }
 
 
@@ -76,9 +87,27 @@ def our_gradients(handle: Handle) -> dict[str, Tensor]:
     grads = {}
     for part in parts(b.weights, b.config, b.layers):
         grad = parameters[part.native].grad
-        assert grad is not None, f"{part.native} got no gradient"
-        grads[part.hf] = grad[part.start : part.stop]
+        assert (grad is not None) == parameters[part.native].requires_grad, part.native
+        if grad is not None:
+            grads[part.hf] = part.of(grad)
     return grads
+
+
+def taken_apart(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """transformers' tensors under the checkpoint's names: it stacks experts, and says `model` for what a hybrid calls `backbone`."""
+    tensors = list(tensors)
+    hybrid = any(name.endswith("norm_f.weight") for name, _ in tensors)
+    found = {}
+    for name, tensor in tensors:
+        name = name.replace("model.", "backbone.", 1) if hybrid else name
+        prefix, experts, leaf = name.partition(".experts.")
+        if not experts:
+            found[name] = tensor
+            continue
+        for e, matrix in enumerate(tensor):
+            halves = {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]} if leaf == "gate_up_proj" else {leaf: matrix}
+            found |= {f"{prefix}.experts.{e}.{part}.weight": half for part, half in halves.items()}
+    return found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -98,16 +127,16 @@ def test_logprobs_and_gradients_are_transformers(variant: str, tmp_path: Path) -
     assert logprob.std() > 0.5, "weights too small for anything to show"
 
     grads = our_gradients(handle)
-    theirs = {key: p.grad for key, p in model.named_parameters()}
+    theirs = taken_apart((key, p.grad) for key, p in model.named_parameters())
     assert grads.keys() == theirs.keys()
     for key, want in theirs.items():
         assert want is not None and want.count_nonzero(), key
         assert_gradient(grads[key], want, GRADIENT_LIMIT, key)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("name", families())
 def test_an_exported_step_opens_in_transformers(name: str, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(name, tmp_path / "model")
+    folder = tiny_checkpoint(name, tmp_path / "model", **(HYBRID if name == "nemotron_h" else {}))
     runtime, handle = tiny_runtime(folder, lr=1e-2)
     batch = PackedBatch.from_samples(SAMPLES, temperature=TEMPERATURE)
     before = runtime.forward_backward(handle, batch, our_loss).log_probs[0][batch.loss_mask]
@@ -122,15 +151,17 @@ def test_an_exported_step_opens_in_transformers(name: str, tmp_path: Path) -> No
     assert (ours - before).abs().max() > 100 * LOGPROB_LIMIT, "the step changed nothing, so an export of the old weights would pass"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "nemotron_h"])
 def test_a_bf16_export_holds_the_deployed_bytes(name: str, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(name, tmp_path / "model", torch.bfloat16)
+    folder = tiny_checkpoint(name, tmp_path / "model", torch.bfloat16, layers=None)
     runtime, handle = tiny_runtime(folder, "bf16", lr=1e-2)
     runtime.forward_backward(handle, PackedBatch.from_samples(SAMPLES), our_loss)
     runtime.optimizer_step(handle)
     runtime.save_hf(handle, tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
-    theirs = dict(model.named_parameters())
+    biases = ((name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))  # fp32 there, too
+    theirs = taken_apart([*model.named_parameters(), *biases])
     exported = dict(runtime.export_weights(handle))
     assert exported.keys() == theirs.keys()
-    assert all(p.dtype == torch.bfloat16 and torch.equal(p, exported[key]) for key, p in theirs.items())
+    assert all(same(exported[key], p.detach()) for key, p in theirs.items())
+    assert {p.dtype for key, p in exported.items() if not key.endswith("e_score_correction_bias")} == {torch.bfloat16}

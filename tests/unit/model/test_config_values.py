@@ -1,6 +1,7 @@
 """A value of the wrong kind in config.json is one line that names its key, never a traceback deep in a kernel."""
 
 import json
+import math
 
 import pytest
 
@@ -15,7 +16,8 @@ from lite.primitive.ckpt.safetensors_files import read_json
      ("rms_norm_eps", "1e-5"), ("rms_norm_eps", -1.0), ("rope_theta", "x"), ("tie_word_embeddings", "false"),
      ("rope_scaling", "linear"), ("rope_scaling", ["x"]),
      ("rope_scaling", {"rope_type": "linear", "factor": "8"}), ("rope_scaling", {"rope_type": "linear", "factor": 0}),
-     ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}), ("num_hidden_layers", True)],
+     ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}), ("num_hidden_layers", True), ("rms_norm_eps", math.inf),
+     ("rope_scaling", {"rope_type": "linear", "factor": math.inf})],
 )  # fmt: skip
 def test_the_key_is_named(key, value):
     llama = family("llama")

@@ -76,14 +76,14 @@ def outputs(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def complaint(got: Tensor, want: Tensor, dtype: torch.dtype) -> str | None:
-    """Why got (in dtype, or fp32 for statistics) is not want (fp64), None where it is."""
+def complaint(got: Tensor, want: Tensor, dtype: torch.dtype, limit: float = FP32_LIMIT) -> str | None:
+    """Why got (in dtype, or fp32 for statistics) is not want (fp64), None where it is. limit: fp32's."""
     largest = want.abs().max()
     error = (got.double() - want).abs()
     if got.dtype == torch.float32:
-        return None if error.max() <= FP32_LIMIT * largest else f"error {error.max():.3g} of {largest:.3g}"
+        return None if error.max() <= limit * largest else f"error {error.max():.3g} of {largest:.3g}"
     step = 2.0 ** (torch.floor(torch.log2(want.abs().clamp(min=1e-30))) - 7)  # bf16 holds 8 bits
-    over = error > step + FP32_LIMIT * largest  # what cancels leaves fp32's error of its terms
+    over = error > step + limit * largest  # what cancels leaves fp32's error of its terms
     equal = (bits(got) == bits(want.to(dtype))).double().mean()
     if over.any():
         return f"{int(over.sum())} elements are more than one step away"

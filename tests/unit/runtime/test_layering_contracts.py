@@ -52,7 +52,7 @@ PLANTED: dict[Rule, list[tuple[str, str, bool]]] = {
     layering.families_are_named_in_models_only: [
         ("runtime/runtime.py", f"name = '{FAMILY}'", True),
         ("runtime/runtime.py", f"{FAMILY}_layers = 3", True),
-        ("runtime/runtime.py", f"class {OTHER.capitalize()}Runtime: ...", True),
+        ("runtime/runtime.py", f"class {OTHER.title().replace('_', '')}Runtime: ...", True),
         ("runtime/runtime.py", f"def f(config): return config.is_{OTHER}", True),
         ("runtime/runtime.py", f"from lite.model.{FAMILY} import protocol", True),
         ("runtime/runtime.py", f"def f():\n    '''Found on {FAMILY}.'''", False),

@@ -23,6 +23,7 @@ from tests.checkpoints import FAMILIES, checkpoint, same, trainer
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 FUSED = {part: whole for whole, names in PACKED.items() for part in names}
 PADDED = ("embed_tokens", "lm_head")
+DENSE = [name for name in FAMILIES if name not in ("qwen3_moe", "nemotron_h")]  # the fake has no experts and no Mamba
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,7 @@ def flip(tensor: Tensor, row: int) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DENSE)
 def test_the_fingerprint_is_the_trainers(fake_vllm: None, name: str, tied: bool) -> None:
     _, handle, model, engine = sides(name, tied)
     names = dict(model.named_parameters())
@@ -171,7 +172,7 @@ def test_the_fingerprint_is_the_trainers(fake_vllm: None, name: str, tied: bool)
     assert engine.fingerprint() == handle.weights.fingerprint()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DENSE)
 def test_one_bit_of_any_tensor_changes_the_fingerprint(fake_vllm: None, name: str) -> None:
     runtime, handle, model, engine = sides(name, tied=False)
     want = handle.weights.fingerprint()

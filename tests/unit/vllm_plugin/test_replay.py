@@ -3,7 +3,7 @@ bits of one scan of the whole. Pages hold NaN wherever the engine did not write.
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +138,7 @@ def run(engine: Engine, pieces: list[int]) -> Request:
 @pytest.mark.parametrize("cuts", [cuts for k in (0, 1, 2) for cuts in combinations(range(1, 2 * L + 1), k)], ids=str)
 def test_a_prefill_cut_anywhere_and_the_decode_after_it_are_one_scan(engine: Engine, cuts: tuple[int, ...]) -> None:
     ends = [0, *cuts, 2 * L + 1]
-    request = run(engine, [b - a for a, b in zip(ends, ends[1:], strict=False)] + [0] * (L + 1))
+    request = run(engine, [b - a for a, b in pairwise(ends)] + [0] * (L + 1))
     assert request.done and request.exact
 
 

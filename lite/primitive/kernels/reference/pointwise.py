@@ -1,8 +1,8 @@
-"""Reference norms, embedding, rotary and SwiGLU out of operations that treat every element alike.
+"""Reference norms, embedding, rotary, SwiGLU and relu2 out of operations that treat every element alike.
 
 Two habits of ATen on a CPU would break row invariance and are avoided here: a reduction to one element is split over the threads
-(so `tree_sum` adds halves element by element), and `sigmoid`/`silu` use another formula for the last elements of a buffer
-than for the ones that fill a vector register (so silu is spelled with `exp`, whose tail is computed like its body).
+(so `tree_sum` adds halves element by element), and `sigmoid`/`silu`/`softplus` use another formula for the last elements of a buffer
+than for the ones that fill a vector register (so they are spelled with `exp` and `log1p`, whose tail is computed like their body).
 """
 
 import torch
@@ -16,6 +16,16 @@ def tree_sum(x: Tensor) -> Tensor:
         halves = x[..., :half] + x[..., half : 2 * half]
         x = halves if n % 2 == 0 else torch.cat([halves, x[..., -1:]], dim=-1)
     return x[..., 0]
+
+
+def prefix_sum(x: Tensor) -> Tensor:
+    """Sums of the first 1, 2, 3, ... elements of the last axis by doubling distances: what follows an element never enters its sum, and
+    the order of the additions is the element's place alone. x fp32."""
+    distance = 1
+    while distance < x.shape[-1]:
+        x = torch.cat([x[..., :distance], x[..., distance:] + x[..., :-distance]], dim=-1)
+        distance *= 2
+    return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,8 +56,21 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Te
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)). x fp32."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), from the side that cannot overflow. x fp32."""
+    return torch.relu(x) + torch.log1p(torch.exp(-x.abs()))
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    gate32 = gate.float().contiguous()
-    silu = (gate32 / (1.0 + torch.exp(-gate32))).to(gate.dtype)
-    return silu * up
+    return silu(gate.float().contiguous()).to(gate.dtype) * up
+
+
+def relu2(x: Tensor) -> Tensor:
+    positive = torch.relu(x)
+    return positive * positive

@@ -12,12 +12,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lite.primitive.kernels.vjp import Grads, Needs, Values, torch_moe
 from lite.primitive.kernels.vjp import torch as torch_vjp
 from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
-from lite.primitive.kernels.vjp.torch import Grads, Needs, Values, add_rms_norm, embedding, rms_norm, rotary, swiglu
+from lite.primitive.kernels.vjp.torch import (
+    add_rms_norm,
+    embedding,
+    gated_rms_norm,
+    grouped_topk,
+    relu2,
+    rms_norm,
+    rotary,
+    router_logits,
+    ssm_decay,
+    swiglu,
+    topk_softmax,
+)
 
-__all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "linear", "rms_norm", "rotary", "ssd_scan", "swiglu",
-           "token_logprobs"]  # fmt: skip
+__all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
+           "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
 
 
 def linear(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
@@ -76,3 +89,4 @@ def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 token_logprobs = partial(torch_vjp.token_logprobs, product=tensor_core_product)
+routed_experts = partial(torch_moe.routed_experts, grouped=torch_moe.TENSOR_CORES)

@@ -1,19 +1,21 @@
 """VJPs in plain PyTorch: deterministic, fp32 inside, on any device.
 
-Every function takes (values by name, names that need a gradient, gradients of the outputs by name) and returns gradients by name, as
-`ops.aligned.VJP` says. Gradients of activations are rounded once, to the activation's dtype; gradients of weights stay fp32.
+Gradients of activations are rounded once, to the activation's dtype; gradients of weights stay fp32.
 `torch.bmm` is not used here: vLLM's batch-invariant mode replaces it, process-wide, by a function without autograd.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-Values = dict[str, Any]
-Needs = frozenset[str]
-Grads = dict[str, Tensor | None]
+from lite.primitive.kernels.vjp import Grads, Needs, Values
+from lite.primitive.kernels.vjp.torch_mamba import causal_conv1d, gated_rms_norm, ssd_scan, ssm_decay
+from lite.primitive.kernels.vjp.torch_moe import grouped_topk, routed_experts, topk_softmax
+
+__all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
+           "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
+
 Product = Callable[[Tensor, Tensor], Tensor]
 
 QUERY_BLOCK, VOCAB_CHUNK = 512, 8192  # how much of the scores and of the logits is held at once
@@ -31,6 +33,9 @@ def linear(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     if "bias" in needs:
         grads["bias"] = dy32.sum(0)
     return grads
+
+
+router_logits = linear  # without a bias, and its product in another dtype
 
 
 def embedding(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
@@ -93,6 +98,12 @@ def swiglu(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     sigmoid, dy32 = torch.sigmoid(gate), dy.float()
     d_gate = dy32 * up * sigmoid * (1 + gate * (1 - sigmoid))
     return {"gate_up": torch.cat([d_gate, dy32 * gate * sigmoid], dim=-1).to(gate_up.dtype)}
+
+
+def relu2(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    x, dy = values["x"], d["y"]
+    assert dy is not None
+    return {"x": (2.0 * torch.relu(x.float()) * dy.float()).to(x.dtype)}
 
 
 def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:

@@ -1,0 +1,139 @@
+"""A trainer's state on disk, in folders that are whole or not there: a kill at any moment leaves the one before.
+
+Tensors go through torch.distributed.checkpoint in its safetensors form, so shards written by one world size are read by another and
+nothing is ever unpickled; the rest is JSON. A folder is written under a name that no reader takes, flushed, and renamed.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from lite.errors import InputError
+
+STATE, STEP, PARTIAL = "state.json", "step-", ".partial"
+
+
+def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
+    """Writes root/step-N and then deletes all but the `keep` latest. facts: what JSON can hold. Every rank calls it with its shards.
+
+    Raises InputError where root holds this step or a later one: a run that went back would be taken for the one that went on.
+    """
+    final = root / f"{STEP}{step:08d}"
+    if (last := latest(root)) is not None and last.name >= final.name:
+        raise InputError(root, f"holds {last.name} already", f"go on from it, or save step {step} elsewhere")
+    scratch = root / f"{final.name}{PARTIAL}"
+    _barrier()
+    if _first_rank():
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    _barrier()
+    writer = dcp.HuggingFaceStorageWriter(str(scratch), save_distributed=True)
+    with _one_process_is_meant():
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=not _distributed())
+    _barrier()
+    if _first_rank():
+        _write(scratch / STATE, json.dumps(facts, indent=1))
+        _flush(scratch)
+        os.rename(scratch, final)
+        _flush(root)
+        for old in whole(root)[:-keep]:
+            # its name goes first: half-deleted it must not be taken for whole
+            shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
+    _barrier()
+    return final
+
+
+def whole(root: Path) -> list[Path]:
+    """The checkpoints in root, oldest first; what a kill left half-written has another name."""
+    return sorted(path for path in root.glob(f"{STEP}*") if path.suffix != PARTIAL and path.is_dir())
+
+
+def latest(root: Path) -> Path | None:
+    return next(reversed(whole(root)), None)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What `save` was given beside the tensors. InputError where the folder is no checkpoint."""
+    try:
+        facts = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(folder, f"is no checkpoint of a trainer ({error})", f"give a folder that holds {STEP}N/{STATE}") from None
+    return dict(facts)
+
+
+def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fills the tensors in place, whatever world size wrote them. InputError where one is missing, misshapen or damaged."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    try:
+        held = reader.read_metadata().state_dict_metadata
+        for name, tensor in tensors.items():
+            if name not in held:
+                raise InputError(folder, f"lacks {name!r}", "resume with the model and optimizer that wrote it")
+            if held[name].size != tensor.shape:  # type: ignore[union-attr]
+                found = tuple(held[name].size)  # type: ignore[union-attr]
+                raise InputError(folder, f"{name!r} is {found}, this model's is {tuple(tensor.shape)}", "resume with the same model")
+        with _one_process_is_meant():
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=not _distributed())
+    except InputError:
+        raise
+    except Exception as error:  # safetensors and DCP raise types of their own for a file that is cut off or changed
+        raise InputError(folder, f"cannot be read ({type(error).__name__}: {error})", "resume from an earlier checkpoint") from None
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(folder: Path) -> None:
+    """Makes the folder's names durable: without it a power cut may lose a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """DCP warns of a lone process each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _first_rank() -> bool:
+    return not _distributed() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if _distributed():
+        dist.barrier()
+
+
+def random_state() -> dict[str, Tensor]:
+    """torch's global random streams, of the CPU and of this process's GPU, [n] uint8 each."""
+    states = {"random.cpu": torch.get_rng_state()}
+    return states | ({"random.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["random.cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["random.cuda"])

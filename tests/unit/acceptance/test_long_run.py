@@ -1,0 +1,125 @@
+"""Long runs: resumed after a kill with nothing changed, looked at while they run, stopped at the first mismatch with its policy kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lite.acceptance import proof
+from lite.acceptance.grpo import reward_trend
+from tests.unit.acceptance.test_prove import mlite
+
+ROOT = Path(__file__).parents[3]
+RUN = ("prove", "--proxy", "llama", "--groups", "3", "--samples", "3", "--response-tokens", "6", "--prompt-tokens", "1:20", "--lr", "1e-3")
+
+
+def policies(out: Path) -> list[dict]:
+    return json.loads((out / "receipt.json").read_text())["policies"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five updates without a break."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        assert mlite(patch, *RUN, "--updates", 5, "--out", out) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_a_run_resumed_after_a_break_says_what_the_unbroken_one_says(straight, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 2, "--out", out) == 0
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    assert mlite(monkeypatch, *RUN, "--updates", 5, "--save-every", 2, "--out", out, "--resume") == 0
+    receipt, whole = json.loads((out / "receipt.json").read_text()), json.loads((straight / "receipt.json").read_text())
+    assert receipt["policies"] == whole["policies"], "rollouts, fingerprints, rewards, both paths"
+    assert receipt["updates"] == whole["updates"] and receipt["reward"] == whole["reward"]
+    assert receipt["lengths"]["prompt"] == whole["lengths"]["prompt"]
+    assert mlite(monkeypatch, "compare", out, straight) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(straight, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "lite.cli", *RUN, "--updates", "5", "--save-every", "1", "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    while not list((out / "checkpoints").glob("step-00000002*")):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    rolling = json.loads((out / "receipt.json").read_text())
+    assert rolling["status"] == "inconclusive" and "of 6 policies so far" in rolling["reason"] and "closure" not in rolling
+    assert mlite(monkeypatch, *RUN, "--updates", 5, "--save-every", 1, "--out", out, "--resume") == 0
+    assert policies(out) == policies(straight)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--seed", 1), "--resume: the run had seed = 0, not 1"),
+        (("--response-tokens", 7), "--resume: the run had response_tokens = 6, not 7"),
+    ],
+)
+def test_a_resumption_with_other_flags_is_refused(tmp_path, monkeypatch, capsys, flags, message: str) -> None:
+    out = tmp_path / "run"
+    assert mlite(monkeypatch, *RUN, "--updates", 1, "--save-every", 1, "--out", out) == 0
+    assert mlite(monkeypatch, *RUN, *flags, "--updates", 2, "--save-every", 1, "--out", out, "--resume") == 2
+    assert message in capsys.readouterr().out
+
+
+def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch, capsys) -> None:
+    assert mlite(monkeypatch, *RUN, "--out", tmp_path / "none", "--resume") == 2
+    assert "holds no run" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_run_broken_off_before_its_first_checkpoint_starts_again(straight, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    assert mlite(monkeypatch, *RUN, "--updates", 0, "--out", out) == 0
+    assert mlite(monkeypatch, *RUN, "--updates", 5, "--out", out, "--resume") == 0
+    assert policies(out) == policies(straight)
+
+
+def test_the_first_mismatch_stops_the_run_and_can_be_replayed(tmp_path, monkeypatch, capsys) -> None:
+    """The fault: from theta2 on the rollout's logprobs are an ulp off, as an engine that drifts would give them."""
+    out, sound = tmp_path / "run", proof.save_bundle
+
+    def drifting(path, trajectories, *rest):
+        if path.stem == "theta2":
+            trajectories[4].logprobs[3] = torch.nextafter(trajectories[4].logprobs[3], torch.tensor(0.0))
+        return sound(path, trajectories, *rest)
+
+    monkeypatch.setattr(proof, "save_bundle", drifting)
+    assert mlite(monkeypatch, *RUN, "--updates", 5, "--out", out) == 1
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert [p["score"]["mismatch"] for p in receipt["policies"]] == [0, 0, 1], "nothing after the first mismatch"
+    assert receipt["status"] == "fail" and "theta2 score: 1 of" in receipt["reason"]
+    capsys.readouterr()
+    assert mlite(monkeypatch, "replay", out / "rollout" / "theta2.safetensors", "--model", out / "failing") == 1
+    assert "1 tokens differ, the first is 3" in capsys.readouterr().out
+    assert mlite(monkeypatch, "replay", out / "rollout" / "theta1.safetensors", "--model", out / "failing") == 2, "another policy's weights"
+
+
+@pytest.mark.slow
+def test_a_planted_run_goes_to_its_last_policy(tmp_path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    assert mlite(monkeypatch, *RUN, "--updates", 2, "--plant", "one-ulp", "--out", out) == 1
+    assert [p["score"]["mismatch"] for p in policies(out)] == [1, 1, 1] and not (out / "failing").exists()
+
+
+def test_the_reward_trend_counts_in_standard_errors() -> None:
+    assert reward_trend([0.1, 0.2, 0.3]) == {"policies": 0}
+    assert reward_trend([1.0] * 10)["standard_errors"] is None
+    rising = reward_trend([0.0, 0.2] * 40 + [0.5, 0.7] * 40)
+    assert rising["policies"] == 40 and rising["first"] == pytest.approx(0.1) and rising["last"] == pytest.approx(0.6)
+    # two samples' standard deviation is 0.1013, so the error of the difference is 0.1013 * sqrt(2 / 40) = 0.02265
+    assert rising["standard_errors"] == pytest.approx(0.5 / 0.02265, rel=1e-3)
+    assert reward_trend([0.5, 0.7] * 40 + [0.0, 0.2] * 40)["standard_errors"] < -2
