@@ -9,48 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lite.primitive.compare import bits
 from lite.primitive.kernels.visible import SSDShape
 from lite.primitive.parallel.packing import Seqlens
 from lite.vllm_plugin import replay
+from tests.recurrence import causal_conv1d, ssd_scan
 
 L, W = 4, 4
 SHAPE = SSDShape(heads=2, head_dim=3, groups=1, state=2, chunk=L)
 C = SHAPE.heads * SHAPE.head_dim + 2 * SHAPE.groups * SHAPE.state
 NULL = 0  # the page that padding points at
-
-
-# The contract, a token at a time.
-
-
-def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, seqlens: Seqlens) -> Tensor:
-    rows = []
-    for s, (start, stop) in enumerate(zip(seqlens.cu_q[:-1].tolist(), seqlens.cu_q[1:].tolist(), strict=True)):
-        before = torch.zeros(W - 1, C) if history is None else history[s]
-        padded = torch.cat([before, x[start:stop]])
-        rows += [F.silu((padded[t : t + W] * weight.t()).sum(0) + bias) for t in range(stop - start)]
-    return torch.stack(rows)
-
-
-def ssd_scan(
-    xbc: Tensor, dt: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, boundary: Tensor | None, seqlens: Seqlens, shape: SSDShape
-) -> tuple[Tensor, Tensor]:
-    assert seqlens.cu_q is seqlens.cu_k, "or the kernel would ask the device how many rows are queries"
-    y, boundaries = torch.empty(len(xbc), shape.heads * shape.head_dim), []
-    for s, (start, stop) in enumerate(zip(seqlens.cu_k[:-1].tolist(), seqlens.cu_k[1:].tolist(), strict=True)):
-        state = torch.zeros(shape.heads, shape.head_dim, shape.state) if boundary is None else boundary[s]
-        kept = state
-        for t in range(start, stop):
-            x, b, c = xbc[t].split([shape.heads * shape.head_dim, shape.state, shape.state])
-            x, step = x.view(shape.heads, shape.head_dim), F.softplus(dt[t] + dt_bias)
-            state = torch.exp(step * A)[:, None, None] * state + (step[:, None] * x)[..., None] * b
-            y[t] = ((state * c).sum(-1) + D[:, None] * x).flatten()
-            kept = state if (t - start + 1) % shape.chunk == 0 else kept
-        boundaries.append(kept)
-    return y, torch.stack(boundaries)
 
 
 KERNELS = SimpleNamespace(causal_conv1d=causal_conv1d, ssd_scan=ssd_scan)
