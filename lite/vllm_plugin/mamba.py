@@ -1,8 +1,8 @@
 """The exact Mamba-2 layer in vLLM: its state, what a step knows of it, and the layer itself; `replay.py` has the rule.
 
 The layer is replaced through vLLM's registry and the backend through `register_backend`. A page of the engine's own cache holds the replay
-state beside the stock one, so it is counted, handed out and freed with it. The size of a page is asked of the model class too, which has no
-extension point: its two class methods are replaced by their names, in the one family that was verified.
+state beside the stock one, so it is counted, handed out and freed with it. The size of a page is asked of the model's class too, which has
+no extension point: its two class methods are replaced by their names when its first Mamba layer is built, before vLLM asks.
 """
 
 from dataclasses import dataclass, replace
@@ -17,25 +17,32 @@ from lite.primitive.kernels.vllm import mamba as kernels
 from lite.vllm_plugin import replay
 
 ExactBackend: Any = None  # set by `install`: vLLM looks a backend up by the name of its class
-MODEL = "NemotronHForCausalLM"
+_extended: set[type] = set()  # the models' classes
 
 
 def install() -> None:
-    """What a registry of layers does not replace: kernels' tiles, backend, size of a page."""
+    """What the registry of layers does not replace: the kernels' tiles, and the backend."""
     global ExactBackend
-    from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     kernels.pin_autotuners()
     ExactBackend = _exact_backend()
     register_backend(MambaAttentionBackendEnum.MAMBA2, f"{__name__}.ExactBackend", is_mamba=True)
 
-    model = NemotronHForCausalLM
+
+def extend_pages(config: Any) -> None:
+    """The model's class then counts the replay state, as its layers do."""
+    from vllm.model_executor.models import ModelRegistry
+
+    model, _ = ModelRegistry.resolve_model_cls(config.model_config.architecture, model_config=config.model_config)
+    if model in _extended:
+        return
     shapes, dtypes = model.get_mamba_state_shape_from_config, model.get_mamba_state_dtype_from_config
     model.get_mamba_state_shape_from_config = staticmethod(
         lambda vllm_config: state_shapes(shapes(vllm_config), vllm_config.model_config.get_mamba_chunk_size())
     )
     model.get_mamba_state_dtype_from_config = staticmethod(lambda vllm_config: state_dtypes(dtypes(vllm_config)))
+    _extended.add(model)
 
 
 def state_shapes(stock: tuple[tuple[int, ...], ...], chunk: int) -> tuple[tuple[int, ...], ...]:
@@ -115,6 +122,7 @@ def exact_mixer() -> type:
             super().__init__(*args, **kwargs)
             config = get_current_vllm_config()
             refuse(self, config, is_conv_state_dim_first())
+            extend_pages(config)
             chunk = config.model_config.get_mamba_chunk_size()
             self.scan_shape = SSDShape(self.num_heads, self.head_dim, self.n_groups, self.ssm_state_size, chunk)
 
@@ -149,7 +157,6 @@ def refuse(mixer: Any, config: Any, channels_first: bool) -> None:
     """InputError for what was not verified, by its name."""
     cache = config.cache_config
     unverified = {
-        f"Mamba layers in {config.model_config.architecture}": config.model_config.architecture != MODEL,
         f"a Mamba state in {cache.mamba_ssm_cache_dtype} (mamba_ssm_cache_dtype)": cache.mamba_ssm_cache_dtype != "float32",
         f"a convolution state in {cache.mamba_cache_dtype} (mamba_cache_dtype)": cache.mamba_cache_dtype != "auto",
         f"prefix caching of Mamba layers (mamba_cache_mode {cache.mamba_cache_mode})": cache.mamba_cache_mode != "none",

@@ -35,16 +35,17 @@ def config(**changed: Any) -> SimpleNamespace:
     hf_config = SimpleNamespace(mamba_num_heads=2, mamba_head_dim=3, n_groups=1, ssm_state_size=2, conv_kernel=W)
     cache = {"mamba_ssm_cache_dtype": "float32", "mamba_cache_dtype": "auto", "mamba_cache_mode": "none", "mamba_block_size": 64,
              "mamba_page_size_padded": None}  # fmt: skip
-    model = {"architecture": "NemotronHForCausalLM", "dtype": torch.float32, "max_model_len": 64, "hf_config": hf_config,
-             "get_mamba_chunk_size": lambda: L}  # fmt: skip
+    model = {"architecture": "NemotronHForCausalLM", "dtype": torch.float32, "model_impl": "auto", "max_model_len": 64,
+             "hf_config": hf_config, "get_mamba_chunk_size": lambda: L}  # fmt: skip
     graphs = SimpleNamespace(has_full_cudagraphs=lambda: True)
     compilation = CompilationConfig(custom_ops=["all"])
     object.__setattr__(compilation, "cudagraph_mode", graphs)
     return SimpleNamespace(
         compilation_config=compilation, num_speculative_tokens=0, speculative_config=None, kv_transfer_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
         model_config=SimpleNamespace(**{k: changed.get(k, v) for k, v in model.items()}),
         cache_config=SimpleNamespace(**{k: changed.get(k, v) for k, v in cache.items()}),
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS), parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS),
     )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ def installed() -> Iterator[None]:
         patch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0))
         patch.setattr(utils, "PIN_MEMORY", False)  # there is no CUDA to pin for
         patch.setattr(utils, "np_to_pinned_tensor", torch.from_numpy)
+        patch.setattr(plugin, "_extended", set())
         layers.install()
         patch.setattr(plugin, "kernels", recurrence)
         yield
@@ -134,7 +136,6 @@ REFUSED = {
     "a Mamba state in auto": {"mamba_ssm_cache_dtype": "auto"},
     "a convolution state in float32": {"mamba_cache_dtype": "float32"},
     "prefix caching of Mamba layers": {"mamba_cache_mode": "align"},
-    "Mamba layers in BambaForCausalLM": {"architecture": "BambaForCausalLM"},
 }
 
 
@@ -288,6 +289,15 @@ def test_a_graph_that_reads_what_was_not_filled_again_is_noticed(engine: Engine,
     for builder in engine.builders:
         builder.computed_d = builder.computed_d.clone()
     assert engine.step(requests, [1, 1]) == ([0, 1], True)
+
+
+def test_first_tokens_that_count_as_a_prefill_while_a_graph_runs_are_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: vLLM's own sorting of the requests."""
+    old = [engine.request(9, 3, (1, 2)), engine.request(9, 4, (3, 4))]
+    engine.step(old, [3, 4])
+    engine.step(old, [1, 1])
+    monkeypatch.setattr(type(engine.builders[0]), "build", lambda builder, _, common: builder._compute_common_metadata(common))
+    assert engine.step([engine.request(3, 1, (5, 6)), engine.request(3, 1, (6, 7))], [1, 1]) == ([0, 1], True)
 
 
 def test_before_there_is_a_cache_the_layer_gives_zeros(engine: Engine) -> None:
