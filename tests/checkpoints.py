@@ -96,9 +96,9 @@ def trainer(folder: Path, dtype: str = "bf16", optimizer: OptimizerConfig | None
     return runtime, runtime.build_model()
 
 
-def engine(folder: Path, dtype: str = "bf16", **limits: int) -> EmbeddedEngine:
+def engine(folder: Path, dtype: str = "bf16", **options: Any) -> EmbeddedEngine:
     config = RuntimeConfig(str(folder), backend_cfg=MegatronLiteConfig(dtype=dtype, device="cpu", optimizer=None))  # type: ignore[arg-type]
-    return EmbeddedEngine(Runtime(config).bundle(), folder, **limits)
+    return EmbeddedEngine(Runtime(config).bundle(), folder, **options)
 
 
 def make_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = SMALL["vocab_size"]) -> list[Prompt]:

@@ -5,7 +5,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lite.model.registry import families
+
 THREADS = max(2, torch.get_num_threads())
+INNER_LOOP = {"qwen3", "nemotron_h"}  # between them they have every block; the other families run the same code
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of any other family is slow: it waits for `make test`."""
+    others = set(families()) - INNER_LOOP
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and others & {str(v) for v in item.callspec.params.values()}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def backward(o: Opened, data: PackedBatch | list[PackedBatch], loss: Callable = 
     """-> the gradients by name."""
     o[0].zero_grad(o[1])
     o[0].forward_backward(o[1], data, loss)
-    return {name: p.grad.clone() for name, p in o[1].module.named_parameters()}
+    return {name: p.grad.clone() for name, p in o[1].module.named_parameters() if p.requires_grad}
 
 
 def snapshot(handle: Handle) -> dict[str, Tensor]:

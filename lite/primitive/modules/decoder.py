@@ -134,6 +134,9 @@ class Decoder(nn.Module):
             attention=(c.heads, c.kv_heads, c.head_dim) if "attention" in c.mixers else None,
             swiglu=(c.intermediate,) if "gated" in c.mlps else (),
             head=(c.vocab_size, c.hidden),
+            mamba=(c.mamba.shape, c.mamba.conv_width, c.mamba.shape.groups) if c.mamba else None,
+            moe=(c.moe.experts, c.moe.k, c.hidden, c.moe.intermediate, c.moe.activation) if c.moe else None,
+            relu2=tuple(sorted({m.up.weight.shape[0] for m in self.modules() if isinstance(m, MLP)})),
         )
 
     def hidden(self, input_ids: Tensor, context: SequenceContext) -> Tensor:

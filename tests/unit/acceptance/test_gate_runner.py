@@ -238,6 +238,7 @@ def test_the_command_exits_by_what_ended_otherwise_and_names_it(place, on_a_gpu,
     assert "NOTHING WAS RUN: no gate is stale" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_proof_runs_as_a_gate_and_its_receipt_names_no_path_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "lite").mkdir()

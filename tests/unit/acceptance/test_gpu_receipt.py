@@ -59,6 +59,7 @@ def test_the_status_is_of_what_ran(source, status, counts, failures, gpu_tests):
     assert [name.replace("::", "/").split("/")[-1] for name in tests["failures"]] == failures
 
 
+@pytest.mark.slow
 def test_the_receipt_holds_facts_the_command_and_the_sources_that_were_loaded(tmp_path):
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)

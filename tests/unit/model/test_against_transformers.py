@@ -29,6 +29,7 @@ SAMPLES = [([5, 9, 301, 77], [4, 4, 500, 21, 8]), ([3], list(range(100, 173))), 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 # Every kind of block, and a Mamba layer after the others. transformers clamps the time steps at time_step_min, vLLM and we clamp nothing.
+# The second sample has five chunks: transformers 5.9's scan on a CPU sums over the wrong axis from the second chunk on, 5.17's does not.
 HYBRID = {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5, "time_step_min": 0.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -172,3 +172,18 @@ def test_a_wrong_gated_norm_is_noticed(planted: Callable[..., Tensor]) -> None:
     x, gate, weight = torch.randn(40, 48).bfloat16(), torch.randn(40, 48).bfloat16(), (1 + 0.1 * torch.randn(48)).bfloat16()
     want = formulas.gated_rms_norm(x.double(), gate.double(), weight.double(), 3, 1e-5, torch.bfloat16)
     assert complaint(planted(x, gate, weight, 3, 1e-5), want, torch.bfloat16)
+
+
+@both_dtypes
+def test_no_argument_is_changed(dtype: torch.dtype) -> None:
+    seqlens = Seqlens.of([40], [40])
+    i = ScanInputs.random(40, SMALL, dtype)
+    calls = [
+        (reference.causal_conv1d, conv_inputs([40], dtype), (seqlens,)),
+        (reference.ssd_scan, (i.xbc, i.dt, i.A, i.D, i.dt_bias, torch.randn(1, 4, 8, 16)), (seqlens, SMALL)),
+        (reference.gated_rms_norm, (i.xbc, i.xbc.flip(0), i.xbc[0].clone()), (2, 1e-5)),
+    ]
+    for kernel, tensors, rest in calls:
+        before = [bits(t).clone() for t in tensors]
+        kernel(*tensors, *rest)
+        assert all(torch.equal(bits(t), b) for t, b in zip(tensors, before, strict=True)), kernel

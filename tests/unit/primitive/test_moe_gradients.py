@@ -147,6 +147,14 @@ def test_nothing_uninitialised_reaches_a_gradient(poisoned_memory: None) -> None
     assert all(g.isfinite().all() for g in torch_moe.routed_experts(values, frozenset({"x", "w13", "w2", "weights"}), d).values())
 
 
+def test_the_gpus_backwards_are_there_for_every_operation() -> None:
+    from lite.primitive.kernels import reference
+    from lite.primitive.kernels.vjp import cuda
+
+    Ops(reference, cuda)
+    assert cuda.routed_experts.keywords == {"grouped": torch_moe.TENSOR_CORES}
+
+
 def unnormalized(values: dict, needs: frozenset, d: dict) -> dict[str, Tensor]:
     return torch_moe.topk_softmax(values | {"renormalize": False}, needs, d)
 

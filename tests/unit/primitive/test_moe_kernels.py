@@ -198,3 +198,20 @@ def test_blocks_of_as_many_rows_as_there_are_tokens_are_caught() -> None:
     torch.testing.assert_close(loop(x, weights, ids), reference.routed_experts(x, w13, w2, weights, ids, "silu"), rtol=1e-4, atol=1e-5)
     if not row_violations(loop, x, weights, ids):
         pytest.skip("on this CPU the plain product happens to be row-invariant, so it is no planted error here")
+
+
+@both_dtypes
+def test_no_argument_is_changed(dtype: torch.dtype) -> None:
+    w13, w2 = experts("silu", dtype)
+    x, logits, (weights, ids) = torch.randn(9, 48).to(dtype), torch.randn(9, 24), routed(9)
+    calls = [
+        (reference.routed_experts, (x, w13, w2, weights, ids), ("silu",)),
+        (reference.router_logits, (x, w13[0]), (torch.float32,)),
+        (reference.topk_softmax, (logits,), (4, True)),
+        (reference.grouped_topk, (logits, torch.randn(24)), (4, 4, 2, True)),
+        (reference.relu2, (x,), ()),
+    ]
+    for kernel, tensors, rest in calls:
+        before = [bits(t).clone() for t in tensors]
+        kernel(*tensors, *rest)
+        assert all(torch.equal(bits(t), b) for t, b in zip(tensors, before, strict=True)), kernel

@@ -211,6 +211,10 @@ def run(folder: Path, root: Path, log: Path) -> None:
         runtime.save_checkpoint(handle, root, keep=2)
 
 
+def written(log: Path) -> int:
+    return log.read_text().count("\n") if log.exists() else 0
+
+
 def forked(function, *arguments) -> int:
     pid = os.fork()
     if pid == 0:
@@ -229,14 +233,18 @@ def test_fifty_kills_at_random_moments_change_no_bit(folder, tmp_path) -> None:
     draw, log, root = random.Random(0), tmp_path / "log", tmp_path / "run"
     partial = 0
     for _ in range(KILLS):
+        lines = written(log)
         pid = forked(run, folder, root, log)
-        time.sleep(draw.uniform(0.05, 0.5))
+        if draw.random() < 0.8:  # the others are killed while they start, at whatever speed this machine has
+            while written(log) < lines + draw.choice((2, 3, 4)):
+                time.sleep(0.002)
+        time.sleep(draw.uniform(0.0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         partial += any(path.name.endswith(checkpoint.PARTIAL) for path in root.glob("*"))
     lines = [line.split() for line in log.read_text().splitlines()]
     reached = max(int(number) for number, _ in lines)
-    assert reached > KILLS and partial > 3, "runs came forward, and some were killed while they saved"
+    assert reached > KILLS // 2 and partial > 3, "runs came forward, and some were killed while they saved"
     straight: dict[str, str] = {}
     runtime, handle = trainer(folder)
     torch.manual_seed(7)

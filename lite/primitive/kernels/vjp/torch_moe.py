@@ -77,7 +77,7 @@ def fp32_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def tensor_core_rows(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """One launch for all experts; bf16, accumulated in fp32, rounded once (the kernel has no other output)."""
+    """One launch for all experts; bf16 of sizes that are multiples of 8, accumulated in fp32, rounded once (it has no other output)."""
     return torch._grouped_mm(a.to(w.dtype), w, offs=ends)
 
 
