@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle
-from lite.primitive.ckpt.hf_weights import LoadReport, export_weights, fingerprint, load_weights
+from lite.primitive.ckpt.hf_weights import LoadReport, deployed, export_weights, fingerprint, load_weights
 from lite.primitive.ckpt.spec import Part
 from lite.primitive.compare import bits
 
@@ -78,7 +78,7 @@ class DeployedWeights:
         return export_weights(b.weights, b.config, b.layers, self.parameters)
 
     def fingerprint(self) -> str:
-        return fingerprint(self.export())
+        return fingerprint(deployed(self.export()))
 
 
 def differing_bytes(a: Tensor, b: Tensor) -> int:

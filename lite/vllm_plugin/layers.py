@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lite.errors import InputError
 from lite.primitive.kernels.vllm import experts, gemm, norm, router
+from lite.primitive.kernels.vllm import mamba as mamba_kernels
+from lite.vllm_plugin import mamba, replay
 
 
 def install() -> None:
@@ -26,6 +28,7 @@ def install() -> None:
             raise InputError("vllm", f"another plugin replaces {name} ({op_registry_oot[name]})", "exclude it with VLLM_PLUGINS")
     for name, replacement in replacements.items():
         CustomOp.register_oot(replacement, name=name)
+    mamba.install()
     # every linear layer calls this function by its module's name for it; vLLM has no registry there
     for module in _linear_callers():
         module.linear_batch_invariant = gemm.linear  # type: ignore[attr-defined]
@@ -107,6 +110,8 @@ LAYERS: dict[str, tuple[Callable[[], type], tuple[ModuleType, ...]]] = {
     "RMSNorm": (_exact_rms_norm, (norm,)),
     "GateLinear": (_exact_gate_linear, (router, gemm)),
     "UnquantizedFusedMoEMethod": (_exact_experts, (experts,)),
+    "MambaMixer2": (mamba.exact_mixer, (mamba, replay, mamba_kernels)),
+    "Mixer2RMSNormGated": (mamba.exact_gated_norm, (mamba, mamba_kernels)),
 }
 
 

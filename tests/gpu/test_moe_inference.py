@@ -10,8 +10,8 @@ import importlib.util
 import pytest
 import torch
 
-from lite.primitive.compare import compare_bytes
 from lite.runtime.rollout.engine import RolloutCounters
+from tests.gpu.inference import comparison, prefilled, sampled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,46 +42,10 @@ def engine(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sampled(engine):
-    """Finished sequences: (prompt length, token ids, logprobs of the response)."""
-    from vllm import SamplingParams
-
-    llm, _ = engine
+def finished(engine):
     generator = torch.Generator().manual_seed(0)
     lengths = [1 + (LONGEST - 1) * i // (SEQUENCES - 1) if i % 4 == 0 else 1 + i * 7 % 411 for i in range(SEQUENCES)]
-    prompts = [torch.randint(151936, (n,), generator=generator).tolist() for n in lengths]
-    params = [SamplingParams(max_tokens=RESPONSE, logprobs=0, detokenize=False, ignore_eos=True, seed=i) for i in range(SEQUENCES)]
-    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)]
-    return [
-        (len(p), [*p, *o.token_ids], torch.tensor([row[t].logprob for row, t in zip(o.logprobs, o.token_ids, strict=True)]))
-        for p, o in zip(prompts, outputs, strict=True)
-    ]
-
-
-def prefilled(llm, sequences, step_tokens):
-    """Logprobs of the responses by a prefill of the finished sequences, step_tokens a step; a call never holds more than one step of
-    WHOLE tokens, so that WHOLE cuts nothing."""
-    from vllm import SamplingParams
-
-    llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = step_tokens
-    calls, room = [], 0
-    for sequence in sequences:
-        if len(sequence[1]) > room:
-            calls.append([])
-            room = WHOLE
-        calls[-1].append(sequence)
-        room -= len(sequence[1])
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    rows = []
-    for call in calls:
-        outputs = llm.generate([{"prompt_token_ids": ids} for _, ids, _ in call], params, use_tqdm=False)
-        for (start, ids, _), output in zip(call, outputs, strict=True):
-            rows.append(torch.tensor([output.prompt_logprobs[t][ids[t]].logprob for t in range(start, len(ids))]))
-    return rows
-
-
-def comparison(sequences, rows):
-    return compare_bytes(torch.cat([s[2] for s in sequences]), torch.cat(rows))
+    return sampled(engine[0], [torch.randint(151936, (n,), generator=generator).tolist() for n in lengths], RESPONSE)
 
 
 def test_the_worker_answers_the_handshake(engine, record):
@@ -93,30 +57,30 @@ def test_the_worker_answers_the_handshake(engine, record):
     record["handshake"] = found
 
 
-def test_decode_equals_prefill_whole_and_in_pieces(engine, sampled, record):
+def test_decode_equals_prefill_whole_and_in_pieces(engine, finished, record):
     llm, counters = engine
     assert counters.rows_max_in_batch > 256 and counters.mixed_batches and counters.joins, counters
     cuts = counters.chunked_prefills
-    whole = comparison(sampled, prefilled(llm, sampled, WHOLE))
+    whole = comparison(finished, prefilled(llm, finished, WHOLE, WHOLE))
     assert counters.chunked_prefills == cuts, "the whole prefill was cut"
-    pieces = comparison(sampled, prefilled(llm, sampled, PIECE))
+    pieces = comparison(finished, prefilled(llm, finished, PIECE, WHOLE))
     cuts = counters.chunked_prefills - cuts
-    record["prompt_tokens"] = [min(s[0] for s in sampled), max(s[0] for s in sampled)]
+    record["prompt_tokens"] = [min(s[0] for s in finished), max(s[0] for s in finished)]
     record["decode_against_prefill"], record["decode_against_pieces"] = whole.as_dict(), pieces.as_dict()
     record["pieces"] = {"step_tokens": PIECE, "cut_prefills": cuts}
     assert whole.valid_tokens == pieces.valid_tokens == SEQUENCES * RESPONSE > 20_000
     assert cuts > 50 and whole.exact and pieces.exact, (whole, pieces)
 
 
-def test_one_bit_of_one_router_weight_would_be_seen(engine, sampled, record):
+def test_one_bit_of_one_router_weight_would_be_seen(engine, finished, record):
     """The planted error: the lowest bit of one router's first row, between decode and prefill."""
-    llm, some = engine[0], sampled[:40]
+    llm, some = engine[0], finished[:40]
     llm.collective_rpc(_flip_router_bits)
-    changed = comparison(some, prefilled(llm, some, WHOLE))
+    changed = comparison(some, prefilled(llm, some, WHOLE, WHOLE))
     llm.collective_rpc(_flip_router_bits)
     record["planted_router_bit"] = changed.as_dict()
     assert changed.mismatch > 0
-    assert comparison(some, prefilled(llm, some, WHOLE)).exact, "put back, it agrees again"
+    assert comparison(some, prefilled(llm, some, WHOLE, WHOLE)).exact, "put back, it agrees again"
 
 
 def _flip_router_bits(worker):

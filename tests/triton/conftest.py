@@ -45,7 +45,7 @@ def ordered_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_
 
 
 def prepare() -> None:
-    """Fails where the tier cannot be run. The two replacements are all that is changed in Triton and vLLM."""
+    """Fails where the tier cannot be run. The three replacements are all that is changed in Triton and vLLM."""
     wrong = {name: os.environ.get(name) for name, value in INTERPRETED.items() if os.environ.get(name) != value}
     if wrong:
         raise pytest.UsageError(f"{wrong} must be {INTERPRETED} before Python starts: run `make test-triton`")
@@ -59,6 +59,16 @@ def prepare() -> None:
     # numpy's BLAS rounds a row by its place in the tile, which a tensor core does not: with it no product would be row-invariant.
     STOCK["dot"] = interpreter.InterpreterBuilder.create_dot
     interpreter.InterpreterBuilder.create_dot = ordered_dot
+    # A grid that is a function may write into what it is given (vLLM's convolution puts tensors there); here that would be the arguments
+    # of the kernel, as the interpreter has converted them.
+    call = interpreter.GridExecutor.__call__
+
+    def with_a_copy_for_the_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(grid := executor.grid):
+            executor.grid = lambda meta: grid(dict(meta))
+        call(executor, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = with_a_copy_for_the_grid
     # The persistent matmul asks the GPU how many processors it has.
     batch_invariant.num_compute_units = lambda device: 4
 

@@ -81,6 +81,18 @@ def export_weights(table: WeightTable, config: Any, layers: int, parameters: Map
         yield part.hf, part.of(parameters[part.native].detach())
 
 
+def deployed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors as every inference engine holds them: the decay of a Mamba layer as A = -exp(A_log) in fp32, made on the
+    tensor's own device, the rest as it is."""
+    for name, tensor in tensors:
+        transformed = deployed_name(name) != name
+        yield deployed_name(name), -torch.exp(tensor.float()) if transformed else tensor
+
+
+def deployed_name(name: str) -> str:
+    return name.removesuffix("_log") if name.endswith(".A_log") else name
+
+
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """sha256 over name, dtype, shape and bytes of every tensor, in the order of the names; one number for one policy's weights."""
 

@@ -26,7 +26,10 @@ class Seqlens(NamedTuple):
 
     @classmethod
     def of(cls, lengths_q: Sequence[int], lengths_k: Sequence[int], device: torch.device | str = "cpu") -> "Seqlens":
-        return cls(cumulative_lengths(lengths_q, device), cumulative_lengths(lengths_k, device), max(lengths_q), max(lengths_k))
+        """One tensor for both where the lengths are the same: who asks whether all rows are queries need not ask the device."""
+        cu_q = cumulative_lengths(lengths_q, device)
+        cu_k = cu_q if list(lengths_k) == list(lengths_q) else cumulative_lengths(lengths_k, device)
+        return cls(cu_q, cu_k, max(lengths_q), max(lengths_k))
 
 
 def positions_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:

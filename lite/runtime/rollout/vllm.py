@@ -15,17 +15,18 @@ from lite.primitive.ckpt.hf_weights import fingerprint
 from lite.primitive.ckpt.spec import parts
 from lite.primitive.compare import bits
 from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
+from lite.runtime.rollout.vllm_weights import held
 
 # functions may be sent to the worker; nothing is fetched or reported
 ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def prepare_environment(plugin: bool, in_process: bool = True) -> None:
+def prepare_environment(plugin: bool, in_process: bool = True, batch_invariant: bool = True) -> None:
     """Must run before anything imports vllm: it reads some of these when its modules load. in_process: the engine lives in this process,
-    so that a trainer shares its device."""
+    so that a trainer shares its device. batch_invariant: off only without the plugin, for models that vLLM itself refuses to run so."""
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    os.environ["VLLM_BATCH_INVARIANT"] = "1" if batch_invariant else "0"
     if plugin:
         os.environ["MLITE_EXACT"] = "1"
     else:
@@ -33,11 +34,24 @@ def prepare_environment(plugin: bool, in_process: bool = True) -> None:
 
 
 def build_llm(
-    folder: Path, *, plugin: bool, attention: str, graphs: str, in_process: bool = True, async_scheduling: bool = False, **options: Any
+    folder: Path,
+    *,
+    plugin: bool,
+    attention: str,
+    graphs: str,
+    in_process: bool = True,
+    async_scheduling: bool = False,
+    hybrid: bool = False,
+    **options: Any,
 ) -> Any:
     """vLLM's own `LLM` of a checkpoint in batch-invariant mode: eager or with graphs of decode steps, never compiled, without prefix
-    cache. options: more of `LLM`'s arguments."""
-    prepare_environment(plugin, in_process)
+    cache. hybrid: the model has Mamba layers; vLLM alone does not run them in that mode. options: more of `LLM`'s arguments."""
+    prepare_environment(plugin, in_process, batch_invariant=plugin or not hybrid)
+    if hybrid:
+        from lite.primitive.kernels.vllm.mamba import pin_autotuners
+
+        pin_autotuners()  # before the engine runs: a trainer in this process calls the same kernels
+        options["mamba_ssm_cache_dtype"] = "float32"
     from vllm import LLM
 
     eager = graphs == "eager"
@@ -59,7 +73,8 @@ def build_llm(
 
 class VllmEngine:
     """bundle: an unloaded model of the same checkpoint, for its weight table. cache_tokens: capacity, None for what fits into
-    cache_bytes. sleep_mode: whether `sleep` will be called; vLLM then allocates by a pool of its own.
+    cache_bytes; a hybrid always gets that: its pages hold thousands of tokens, or a request's state. sleep_mode: whether `sleep` will be
+    called; vLLM then allocates by a pool of its own.
 
     attention: FLASH_ATTN or TRITON_ATTN. graphs: eager or full_decode (CUDA graphs of decode steps). Raises InputError where the plugin
     is on and a worker's handshake does not prove it.
@@ -83,6 +98,7 @@ class VllmEngine:
         cache_bytes: int = 8 << 30,
         sleep_mode: bool = False,
     ):
+        hybrid = bundle.config.mamba is not None
         self.counters = RolloutCounters()
         self.plugin, self.attention, self.graphs, self.temperature = plugin, attention, graphs, temperature
         self.on_tokens: Callable[[int], None] = lambda tokens: None
@@ -95,10 +111,11 @@ class VllmEngine:
             max_num_batched_tokens=max_step_tokens,
             max_num_seqs=max_sequences,
             logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
-            num_gpu_blocks_override=None if cache_tokens is None else -(-cache_tokens // PAGE),
+            num_gpu_blocks_override=None if cache_tokens is None or hybrid else -(-cache_tokens // PAGE),
             kv_cache_memory_bytes=cache_bytes,
             scheduler_cls=counting_scheduler(self.counters, lambda tokens: self.on_tokens(tokens)),
             enable_sleep_mode=sleep_mode,
+            hybrid=hybrid,
         )
         self.weight_parts = [
             (p.hf, p.start, _rows(bundle, p.native) if p.stop is None else p.stop)
@@ -236,17 +253,7 @@ def _load(worker: Any, tensors: list[tuple[str, Tensor]], expected: list[str], v
 
 
 def _fingerprint(worker: Any, weight_parts: list[tuple[str, int, int]]) -> str:
-    """Of the tensors under their checkpoint names, fused ones taken apart by rows."""
-    model = worker.get_model()
-    parameters = dict(model.named_parameters())
-    fused = {part: whole for whole, names in model.packed_modules_mapping.items() for part in names}
-
-    def held() -> Iterator[tuple[str, Tensor]]:
-        for hf, start, stop in weight_parts:
-            *prefix, module, leaf = hf.split(".")
-            yield hf, parameters[".".join([*prefix, fused.get(module, module), leaf])].detach()[start:stop]
-
-    return fingerprint(held())
+    return fingerprint(held(worker.get_model(), weight_parts))
 
 
 def _rotary_tables(worker: Any) -> list[Tensor]:

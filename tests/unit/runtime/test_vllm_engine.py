@@ -1,6 +1,7 @@
 """What the vLLM engine runs inside a worker, on a fake worker whose model names its parameters as vLLM does."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,23 @@ from torch import Tensor, nn
 
 from lite.errors import InputError, ProbeError
 from lite.primitive.compare import bits
+from lite.primitive.kernels.vllm import mamba
 from lite.primitive.kernels.vllm.attention import paged
 from lite.primitive.parallel.packing import Seqlens
 from lite.runtime.rollout.engine import RolloutCounters
 from lite.runtime.rollout.vllm import ENVIRONMENT, VllmEngine, _load, _rotary_tables, _version, counting_scheduler, prepare_environment
 from lite.runtime.runtime import Handle, Runtime
-from tests.checkpoints import FAMILIES, checkpoint, same, trainer
+from tests.checkpoints import FAMILIES, TIES, checkpoint, same, trainer
 
-PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-FUSED = {part: whole for whole, names in PACKED.items() for part in names}
-PADDED = ("embed_tokens", "lm_head")
-DENSE = [name for name in FAMILIES if name not in ("qwen3_moe", "nemotron_h")]  # the fake has no experts and no Mamba
+PADDED = ("embed_tokens", "embeddings", "lm_head")
+QKV = {f".{part}_proj": ".qkv_proj" for part in "qkv"}
+# As in vLLM 0.26.0: what the mapper of each family's model class says.
+MAPPERS: dict[str, dict[str, dict[str, str]]] = {
+    **{key: {"stacked": QKV | {".gate_proj": ".gate_up_proj", ".up_proj": ".gate_up_proj"}} for key in FAMILIES},
+    "qwen3_moe": {"stacked": QKV | {".mlp.gate_proj": ".mlp.gate_up_proj", ".mlp.up_proj": ".mlp.gate_up_proj"}},
+    "nemotron_h": {"substr": {"A_log": "A", "embeddings": "embed_tokens"}, "stacked": QKV, "prefix": {"backbone": "model"}},
+}
+EVERY = [(name, tied) for name in FAMILIES for tied in ((True, False) if name in TIES else (False,))]
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +45,39 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # The fakes.
 
 
+class Mapper:
+    def __init__(self, substr: dict[str, str] = {}, stacked: dict[str, str] = {}, prefix: dict[str, str] = {}):  # noqa: B006
+        self.anywhere, self.prefix = substr | stacked, prefix
+
+    def apply_list(self, names: list[str]) -> list[str]:
+        return [self._mapped(name) for name in names]
+
+    def _mapped(self, name: str) -> str:
+        for old, new in self.anywhere.items():
+            name = name.replace(old, new, 1)
+        for old, new in self.prefix.items():
+            name = new + name.removeprefix(old) if name.startswith(old) else name
+        return name
+
+
 class FakeModel(nn.Module):
-    """vLLM's layout of a checkpoint: fused projections, a vocabulary padded with rows of its own."""
+    """vLLM's layout of a checkpoint: fused projections, stacked experts, a vocabulary padded with rows of its own, decays transformed."""
 
-    packed_modules_mapping = PACKED
-
-    def __init__(self, tensors: list[tuple[str, Tensor]]):
+    def __init__(self, tensors: list[tuple[str, Tensor]], mapper: Mapper):
         super().__init__()
+        self.hf_to_vllm_mapper = mapper
         wholes: dict[str, list[Tensor]] = {}
+        experts: dict[str, int] = {}
         self.places: dict[str, tuple[str, int]] = {}
         for hf, tensor in tensors:
-            *prefix, module, leaf = hf.split(".")
-            whole = ".".join([*prefix, FUSED.get(module, module), leaf])
+            (whole,) = mapper.apply_list([hf])
+            if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", hf):
+                whole = f"{mapper.apply_list([expert[1]])[0]}.routed_experts.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+                experts[whole] = int(expert[2]) + 1
             held = wholes.setdefault(whole, [])
             self.places[hf] = whole, sum(len(t) for t in held)
-            held.append(tensor)
-            if module in PADDED:
+            held.append(-torch.exp(tensor.float()) if hf.endswith("A_log") else tensor)
+            if hf.split(".")[-2] in PADDED:
                 held.append(torch.randn(64 - len(tensor) % 64, tensor.shape[1]).to(tensor.dtype))
         for whole, pieces in wholes.items():
             *path, leaf = whole.split(".")
@@ -62,16 +86,23 @@ class FakeModel(nn.Module):
                 if name not in dict(node.named_children()):
                     node.add_module(name, nn.Module())
                 node = node.get_submodule(name)
-            node.register_parameter(leaf, nn.Parameter(torch.cat(pieces), requires_grad=False))
+            tensor = torch.cat(pieces)
+            tensor = tensor.unflatten(0, (experts[whole], -1)) if whole in experts else tensor
+            node.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 
     def rows(self, hf: str, count: int) -> Tensor:
         whole, start = self.places[hf]
-        return self.get_parameter(whole).data[start : start + count]
+        parameter = self.get_parameter(whole).data
+        return (parameter.flatten(0, 1) if "routed_experts" in whole else parameter)[start : start + count]
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
+        """The decay's loader copies what it is given and then transforms what it holds."""
         loaded = set()
         for hf, tensor in tensors:
-            self.rows(hf, len(tensor)).copy_(tensor)
+            rows = self.rows(hf, len(tensor))
+            rows.copy_(tensor)
+            if hf.endswith("A_log"):
+                rows.copy_(-torch.exp(rows.float()))
             loaded.add(self.places[hf][0])
         return loaded
 
@@ -139,12 +170,18 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.modules[f"{sched}.scheduler"].Scheduler = FakeScheduler  # type: ignore[attr-defined]
     sys.modules[f"{sched}.async_scheduler"].AsyncScheduler = FakeAsyncScheduler  # type: ignore[attr-defined]
 
+    def pinned() -> None:
+        pinned.calls += 1  # type: ignore[attr-defined]
+
+    pinned.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(mamba, "pin_autotuners", pinned)
+
 
 def sides(name: str, tied: bool, seed: int = 0) -> tuple[Runtime, Handle, FakeModel, VllmEngine]:
     """A trainer, and an engine of the same architecture that was filled by its own load."""
     folder: Path = checkpoint(name, tied=tied, seed=seed)
     runtime, handle = trainer(folder)
-    model = FakeModel([(hf, tensor.clone()) for hf, tensor in runtime.export_weights(handle)])
+    model = FakeModel([(hf, tensor.clone()) for hf, tensor in runtime.export_weights(handle)], Mapper(**MAPPERS[name]))
     FakeLLM.model = model
     engine = VllmEngine(
         runtime.bundle(), folder, plugin=False, attention="TRITON_ATTN", graphs="eager", max_model_len=64, max_step_tokens=64,
@@ -161,18 +198,25 @@ def flip(tensor: Tensor, row: int) -> None:
 # Weights.
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", DENSE)
+HELD = {
+    **{key: {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"} for key in FAMILIES},
+    "qwen3_moe": {"model.layers.1.mlp.experts.routed_experts.w13_weight", "model.layers.1.mlp.experts.routed_experts.w2_weight"},
+    "nemotron_h": {"model.layers.0.mixer.A", "model.layers.0.mixer.conv1d.weight", "model.layers.1.mixer.gate.e_score_correction_bias",
+                   "model.layers.1.mixer.experts.routed_experts.w13_weight", "model.norm_f.weight"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tied"), EVERY)
 def test_the_fingerprint_is_the_trainers(fake_vllm: None, name: str, tied: bool) -> None:
     _, handle, model, engine = sides(name, tied)
     names = dict(model.named_parameters())
-    assert {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"} <= names.keys()
+    assert HELD[name] <= names.keys()
     assert ("lm_head.weight" in names) == (not tied)
     assert len(names["model.embed_tokens.weight"]) > handle.bundle.config.vocab_size
     assert engine.fingerprint() == handle.weights.fingerprint()
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_one_bit_of_any_tensor_changes_the_fingerprint(fake_vllm: None, name: str) -> None:
     runtime, handle, model, engine = sides(name, tied=False)
     want = handle.weights.fingerprint()
@@ -202,14 +246,43 @@ def test_one_row_changes_the_fingerprint_and_padding_does_not(fake_vllm: None) -
     assert engine.fingerprint() != want
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_update_makes_the_fingerprints_equal(fake_vllm: None, tied: bool) -> None:
-    _, _, _, engine = sides("qwen2", tied)
-    runtime, other = trainer(checkpoint("qwen2", tied=tied, seed=1))
+@pytest.mark.parametrize(("name", "tied"), EVERY)
+def test_an_update_makes_the_fingerprints_equal_and_the_same_again_keeps_them(fake_vllm: None, name: str, tied: bool) -> None:
+    _, _, _, engine = sides(name, tied)
+    runtime, other = trainer(checkpoint(name, tied=tied, seed=1))
     assert engine.fingerprint() != other.weights.fingerprint()
-    engine.update_weights(runtime.export_weights(other), 5)
-    assert engine.fingerprint() == other.weights.fingerprint()
-    assert engine.llm.collective_rpc(_version) == [5]
+    for version in (5, 6):
+        engine.update_weights(runtime.export_weights(other), version)
+        assert engine.fingerprint() == other.weights.fingerprint()
+        assert engine.llm.collective_rpc(_version) == [version]
+
+
+def test_a_decay_that_was_transformed_twice_is_noticed(fake_vllm: None) -> None:
+    _, handle, model, engine = sides("nemotron_h", False)
+    assert engine.fingerprint() == handle.weights.fingerprint()
+    decay = model.get_parameter("model.layers.0.mixer.A").data
+    decay.copy_(-torch.exp(decay))
+    assert engine.fingerprint() != handle.weights.fingerprint()
+
+
+def test_a_hybrid_has_its_tiles_pinned_its_states_in_fp32_and_pages_of_its_own(fake_vllm: None) -> None:
+    engine, dense = sides("nemotron_h", False)[3], sides("qwen3", False)[3]
+    assert engine.llm.options["mamba_ssm_cache_dtype"] == "float32" and engine.llm.options["num_gpu_blocks_override"] is None
+    assert "mamba_ssm_cache_dtype" not in dense.llm.options and dense.llm.options["num_gpu_blocks_override"] == 7
+    assert mamba.pin_autotuners.calls == 1 and not {"hybrid", "prefix_caching"} & engine.llm.options.keys()  # type: ignore[attr-defined]
+    assert engine.llm.options["enable_prefix_caching"] is False
+
+
+@pytest.mark.parametrize(("name", "plugin", "mode"), [("nemotron_h", False, "0"), ("nemotron_h", True, "1"), ("qwen3", False, "1")])
+def test_a_hybrid_without_the_plugin_runs_outside_batch_invariant_mode(
+    fake_vllm: None, monkeypatch: pytest.MonkeyPatch, name: str, plugin: bool, mode: str
+) -> None:
+    """vLLM refuses it inside."""
+    monkeypatch.setattr(VllmEngine, "_handshakes", lambda self: [])
+    folder = checkpoint(name, tied=False)
+    VllmEngine(trainer(folder)[0].bundle(), folder, plugin=plugin, attention="TRITON_ATTN", graphs="eager", max_model_len=64,
+               max_step_tokens=64, max_sequences=4, temperature=1.0)  # fmt: skip
+    assert os.environ["VLLM_BATCH_INVARIANT"] == mode
 
 
 class Loader(nn.Module):
@@ -346,6 +419,8 @@ def test_the_environment_of_each_mode() -> None:
     assert "MLITE_EXACT" not in os.environ and os.environ["VLLM_BATCH_INVARIANT"] == "1"
     prepare_environment(plugin=False, in_process=False)
     assert "MLITE_EXACT" not in os.environ and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    prepare_environment(plugin=False, batch_invariant=False)
+    assert "MLITE_EXACT" not in os.environ and os.environ["VLLM_BATCH_INVARIANT"] == "0"
 
 
 def check_rotary(own: Tensor, *tables: Tensor) -> None:

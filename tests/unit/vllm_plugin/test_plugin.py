@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lite.errors import InputError
 from lite.primitive.kernels.vllm import experts, flash_set, gemm, norm, router, triton_set
-from lite.vllm_plugin import PINS, handshake, layers, register
+from lite.primitive.kernels.vllm import mamba as mamba_kernels
+from lite.vllm_plugin import PINS, handshake, layers, mamba, register, replay
 from tests.checkpoints import same
 
 ROOT = Path(__file__).parents[3]
@@ -95,6 +96,50 @@ def fake_modules() -> dict[str, ModuleType]:
         def forward_cuda(self, *_: Any) -> str:
             return "stock"
 
+    class Mixer2RMSNormGated(CustomOp):
+        def __init__(self, hidden: int = 8, n_groups: int = 2):
+            super().__init__()
+            self.weight, self.n_groups, self.variance_epsilon = nn.Parameter(torch.randn(hidden)), n_groups, 1e-5
+
+    class MambaMixer2(CustomOp):
+        """A state of two tensors, and of what the replacement asks."""
+
+        tp_size, activation, use_rms_norm, num_heads, head_dim, n_groups, ssm_state_size = 1, "silu", True, 4, 2, 1, 3
+
+        def get_state_shape(self) -> Any:
+            return (3, 14), (4, 2, 3)
+
+        def get_state_dtype(self) -> Any:
+            return torch.bfloat16, torch.float32
+
+    class Hybrid:
+        @classmethod
+        def get_mamba_state_shape_from_config(cls, config: Any) -> Any:
+            return (3, 14), (4, 2, 3)
+
+        @classmethod
+        def get_mamba_state_dtype_from_config(cls, config: Any) -> Any:
+            return torch.bfloat16, torch.float32
+
+    class Autotuner:
+        def __init__(self, name: str):
+            self.configs, self.cache, self.base_fn = ["first", "second"], {}, SimpleNamespace(__name__=name)
+
+    class Backend:
+        @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            return False
+
+    def resolved(architecture: str, model_config: Any) -> tuple[type, str]:
+        assert (architecture, model_config) == ("Hybrid", model)
+        return Hybrid, architecture
+
+    backends: dict[str, str] = {}
+    cache = SimpleNamespace(mamba_ssm_cache_dtype="float32", mamba_cache_dtype="auto", mamba_cache_mode="none")
+    model = SimpleNamespace(architecture="Hybrid", get_mamba_chunk_size=lambda: 16)
+    config = SimpleNamespace(cache_config=cache, model_config=model, speculative_config=None, kv_transfer_config=None)
+    ops, layers_mamba = "vllm.model_executor.layers.mamba.ops", "vllm.model_executor.layers.mamba"
+
     def linear_batch_invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return (input.float() @ weight.float().t()).to(input.dtype)
 
@@ -112,7 +157,29 @@ def fake_modules() -> dict[str, ModuleType]:
         f"{moe}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
         "vllm.model_executor.layers.layernorm": {"RMSNorm": RMSNorm},
         "vllm.model_executor.layers.batch_invariant": {"rms_norm_batch_invariant": rms_norm_batch_invariant},
-    }
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.forward_context": {"get_forward_context": None},
+        layers_mamba: {},
+        f"{layers_mamba}.mamba_mixer2": {"MambaMixer2": MambaMixer2, "Mixer2RMSNormGated": Mixer2RMSNormGated},
+        f"{layers_mamba}.mamba_utils": {"is_conv_state_dim_first": lambda: False},
+        ops: {},
+        **{f"{ops}.{name}": {"kernel": Autotuner(name)} for name in mamba_kernels.SCAN_KERNELS},
+        "vllm.model_executor.models": {"ModelRegistry": SimpleNamespace(resolve_model_cls=resolved)},
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.registry": {
+            "MambaAttentionBackendEnum": SimpleNamespace(MAMBA2="MAMBA2"),
+            "register_backend": lambda backend, path, is_mamba: backends.__setitem__(backend, path), "registered": backends,
+        },
+        "vllm.v1.attention.backends.mamba2_attn": {
+            "Mamba2AttentionBackend": Backend, "Mamba2AttentionMetadata": type("Metadata", (), {}),
+            "Mamba2AttentionMetadataBuilder": type("Builder", (), {}),
+        },
+        "triton": {},
+        "triton.runtime": {},
+        "triton.runtime.autotuner": {"Autotuner": Autotuner},
+    }  # fmt: skip
     found = {}
     for name, content in contents.items():
         found[name] = ModuleType(name)
@@ -130,6 +197,10 @@ class FakeVllm:
         self.kernel = modules["vllm.model_executor.layers.batch_invariant"].rms_norm_batch_invariant
         self.linear_callers = [modules[f"vllm.model_executor.layers.{name}"] for name in ("linear", "vocab_parallel_embedding")]
         self.gate = modules["vllm.model_executor.layers.fused_moe.router.gate_linear"].GateLinear
+        self.modules = modules
+        self.mixer = modules["vllm.model_executor.layers.mamba.mamba_mixer2"].MambaMixer2
+        self.gated_norm = modules["vllm.model_executor.layers.mamba.mamba_mixer2"].Mixer2RMSNormGated
+        self.config = modules["vllm.config"].get_current_vllm_config()
         self.experts = modules["vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"].UnquantizedFusedMoEMethod
 
     def model(self, norms: int = 3, backends: tuple[str, ...] = ("TRITON_ATTN",)) -> nn.Module:
@@ -137,14 +208,16 @@ class FakeVllm:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     modules = fake_modules()
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "triton")]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm": "0.26.0"}[name])
-    return FakeVllm(modules)
+    mamba_kernels.pin_autotuners.cache_clear()
+    yield FakeVllm(modules)
+    mamba_kernels.pin_autotuners.cache_clear()
 
 
 @pytest.fixture
@@ -280,7 +353,7 @@ def test_pins_are_set_and_the_layers_installed(
     before = dict(environment)
     register()
     assert dict(environment) == before | PINS
-    assert list(vllm.registry) == ["RMSNorm", "GateLinear", "UnquantizedFusedMoEMethod"]
+    assert list(vllm.registry) == ["RMSNorm", "GateLinear", "UnquantizedFusedMoEMethod", "MambaMixer2", "Mixer2RMSNormGated"]
     assert all(module.linear_batch_invariant is gemm.linear for module in vllm.linear_callers)
 
 
@@ -415,13 +488,14 @@ def test_shared_experts_inside_the_kernel_are_refused(vllm: FakeVllm, monkeypatc
         vllm.experts().process_weights_after_loading(moe_layer())
 
 
-@pytest.mark.parametrize("name", ["gate", "experts"])
-def test_a_stock_router_or_experts_fails_the_handshake(vllm: FakeVllm, environment: Any, name: str) -> None:
-    stock = vllm.gate(8, 4) if name == "gate" else vllm.experts()
+@pytest.mark.parametrize("name", ["gate", "experts", "mixer", "gated_norm"])
+def test_a_stock_layer_of_each_kind_fails_the_handshake(vllm: FakeVllm, environment: Any, name: str) -> None:
+    build = {"gate": lambda: vllm.gate(8, 4), "experts": vllm.experts, "mixer": vllm.mixer, "gated_norm": vllm.gated_norm}[name]
+    stock = build()
     register()
-    exact = vllm.gate(8, 4) if name == "gate" else vllm.experts()
+    exact = build()
     found = handshake(worker(nn.ModuleList([vllm.model(), exact])))["replaced"]
-    assert [found[n]["layers"] for n in ("GateLinear", "UnquantizedFusedMoEMethod") if n in found] == [1]
+    assert [found[n]["layers"] for n in layers.LAYERS if n in found and n != "RMSNorm"] == [1]
     with pytest.raises(InputError, match=r"1 of 2 \w+ layers are not the plugin's"):
         handshake(worker(nn.ModuleList([vllm.model(), exact, stock])))
 
@@ -432,6 +506,65 @@ def test_a_linear_that_is_vllms_own_fails_the_handshake(vllm: FakeVllm, environm
     vllm.linear_callers[which].linear_batch_invariant = lambda *args: None
     with pytest.raises(InputError, match="linear layers do not call the plugin's function"):
         handshake(worker(vllm.model()))
+
+
+# Mamba-2. What the layer computes, and the real builder of its metadata, are in tests/triton/test_triton_engine.py and test_mamba_replay.py.
+
+
+def test_a_mamba_layer_holds_the_replay_state_and_its_model_asks_for_as_much(vllm: FakeVllm, environment: Any) -> None:
+    register()
+    mixer, _ = vllm.mixer(), vllm.mixer()
+    hybrid = vllm.modules["vllm.model_executor.models"].ModelRegistry.resolve_model_cls("Hybrid", vllm.config.model_config)[0]
+    shapes, dtypes = ((3, 14), (4, 2, 3), (16, 14), (16, 4)), (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
+    assert mixer.get_state_shape() == hybrid.get_mamba_state_shape_from_config(vllm.config) == shapes
+    assert mixer.get_state_dtype() == hybrid.get_mamba_state_dtype_from_config(vllm.config) == dtypes
+    assert mixer.scan_shape == (4, 2, 1, 3, 16)
+
+
+def test_the_mamba_backend_is_found_by_its_name_and_every_kernel_of_the_scan_is_pinned(vllm: FakeVllm, environment: Any) -> None:
+    register()
+    path = vllm.modules["vllm.v1.attention.backends.registry"].registered["MAMBA2"]
+    assert path == f"{mamba.__name__}.ExactBackend" and mamba.ExactBackend.supports_batch_invariance()
+    kernels = [vllm.modules[f"vllm.model_executor.layers.mamba.ops.{name}"].kernel for name in mamba_kernels.SCAN_KERNELS]
+    assert all(kernel.configs == ["first"] for kernel in kernels)
+
+
+def test_a_kernel_that_has_chosen_its_tiles_is_refused(vllm: FakeVllm, environment: Any) -> None:
+    vllm.modules["vllm.model_executor.layers.mamba.ops.ssd_chunk_scan"].kernel.cache["shape"] = "second"
+    with pytest.raises(InputError, match="ssd_chunk_scan has chosen its tiles by time"):
+        register()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "what"),
+    [
+        ("cache_config", "mamba_ssm_cache_dtype", "bfloat16", r"a Mamba state in bfloat16 \(mamba_ssm_cache_dtype\)"),
+        ("cache_config", "mamba_ssm_cache_dtype", "auto", "a Mamba state in auto"),
+        ("cache_config", "mamba_cache_dtype", "float32", "a convolution state in float32"),
+        ("cache_config", "mamba_cache_mode", "all", "prefix caching of Mamba layers"),
+        (None, "speculative_config", "eagle", "speculative decoding"),
+        (None, "kv_transfer_config", "nixl", "transfer of its cache"),
+        ("layer", "tp_size", 2, "a Mamba layer in tensor parallelism"),
+        ("layer", "activation", "gelu", "gelu after the convolution"),
+        ("layer", "use_rms_norm", False, "a Mamba layer without its norm"),
+    ],
+)
+def test_a_mamba_layer_that_was_not_verified_is_refused_by_name(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, place: str | None, name: str, value: Any, what: str
+) -> None:
+    layers.install()
+    holder = vllm.config if place is None else vllm.mixer if place == "layer" else getattr(vllm.config, place)
+    monkeypatch.setattr(holder, name, value)
+    with pytest.raises(InputError, match=f"the model runs {what}.*, which was not verified"):
+        vllm.mixer()
+
+
+def test_the_gated_norm_is_the_trainers(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers.install()
+    layer, calls = vllm.gated_norm(), []
+    monkeypatch.setattr(mamba_kernels, "gated_rms_norm", lambda *args: calls.append(args) or "ours")
+    assert layer.forward_cuda("x", "gate") == layer.forward_native("x", "gate") == "ours"
+    assert all(call == ("x", "gate", layer.weight, 2, 1e-5) for call in calls) and len(calls) == 2
 
 
 def test_several_ranks_are_refused(vllm: FakeVllm, environment: Any) -> None:
@@ -518,6 +651,8 @@ CALLED = {
     "RMSNorm": [layers, norm],
     "GateLinear": [layers, router, gemm],
     "UnquantizedFusedMoEMethod": [layers, experts],
+    "MambaMixer2": [layers, mamba, replay, mamba_kernels],
+    "Mixer2RMSNormGated": [layers, mamba, mamba_kernels],
     "linear": [layers, gemm],
 }
 
@@ -527,7 +662,7 @@ def test_a_changed_source_changes_the_hash(
     vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: ModuleType
 ) -> None:
     layers.install()
-    model = nn.ModuleList([vllm.model(), vllm.gate(8, 4), vllm.experts()])
+    model = nn.ModuleList([vllm.model(), vllm.gate(8, 4), vllm.experts(), vllm.mixer(), vllm.gated_norm()])
     source = lambda: layers.replaced_layers(model)[name]["source"]
     before, copy = source(), tmp_path / "copy.py"
     copy.write_bytes(Path(str(module.__file__)).read_bytes())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lite.primitive.kernels.vjp import Grads, Needs, Values, torch_moe
 from lite.primitive.kernels.vjp import torch as torch_vjp
+from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
 from lite.primitive.kernels.vjp.torch import (
     add_rms_norm,
     embedding,
@@ -27,7 +28,6 @@ from lite.primitive.kernels.vjp.torch import (
     swiglu,
     topk_softmax,
 )
-from lite.primitive.kernels.vjp.torch_mamba import causal_conv1d, ssd_scan
 
 __all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
            "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip

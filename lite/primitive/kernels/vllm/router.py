@@ -28,3 +28,19 @@ def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Ten
     ids, rows = (torch.empty(shape, dtype=torch.int32, device=logits.device) for _ in range(2))
     ops.topk_softmax(weights, ids, rows, logits, renormalize)
     return weights, ids
+
+
+def grouped_topk(logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """See `VisibleKernels.grouped_topk`: vLLM's fused kernel, which applies the sigmoid itself. vLLM chooses its ungrouped kernel where the
+    experts cannot be grouped and for one group of weights that are not renormalized, and so it is here."""
+    from vllm import _custom_ops as ops
+
+    experts, one_group = logits.shape[1], groups <= 1 and topk_groups <= 1
+    if experts > groups and experts % groups == 0 and (renormalize or not one_group):
+        sigmoid = 1
+        return ops.grouped_topk(logits, groups, topk_groups, k, renormalize, 1.0, bias, sigmoid)
+    shape = (logits.shape[0], k)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids, rows = (torch.empty(shape, dtype=torch.int32, device=logits.device) for _ in range(2))
+    ops.topk_sigmoid(weights, ids, rows, logits, renormalize, bias, 1.0)
+    return weights, ids
