@@ -41,6 +41,8 @@ def _pytest(name: str, shows: str, file: str) -> Gate:
 
 SMOLLM2 = f"--model {CHECKPOINT}"
 QWEN3 = "--proxy qwen3 --geometry real --layers 4"
+QWEN3_MOE = "--proxy qwen3_moe --geometry real --layers 4"
+NEMOTRON_H = "--proxy nemotron_h --geometry real --layers 8"
 LOAD = "--groups 12 --samples 4 --response-tokens 160"  # 23,040 tokens over three policies where no response ends early
 SMALL_LOAD = "--groups 8 --samples 4 --response-tokens 32 --prompt-tokens 1:300"
 FLASH, TRITON, FULL_DECODE = "--attention FLASH_ATTN", "--attention TRITON_ATTN", "--graphs full_decode"
@@ -64,6 +66,14 @@ GATES: tuple[Gate, ...] = (
            QWEN3, "--plugin off", FLASH, "--groups 12 --samples 4 --response-tokens 64 --prompt-tokens 1:700",
            expected="fail", differs_at="theta0 theta1 theta2",
            VLLM_USE_FLASHINFER_SAMPLER="0"),  # stock vLLM asks for it where flashinfer is not installed
+    _prove("qwen3-moe-flash-eager", "Layers of Qwen3-30B-A3B's size are exact.", QWEN3_MOE, LOAD, "--prompt-tokens 1:9300", FLASH),
+    _prove("qwen3-moe-flash-graphs", "With CUDA graphs, too.", QWEN3_MOE, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
+    _prove("nemotron-h-flash-eager", "Layers of Nemotron-3-Nano's size are exact: Mamba-2, attention, experts, by replay.",
+           NEMOTRON_H, LOAD, "--prompt-tokens 1:9300", FLASH),
+    _prove("nemotron-h-flash-graphs", "With CUDA graphs, too.", NEMOTRON_H, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
+    _prove("nemotron-h-plugin-off", "vLLM's own decode of Mamba-2 is other arithmetic than its prefill.",
+           NEMOTRON_H, "--plugin off", FLASH, "--groups 12 --samples 4 --response-tokens 64 --prompt-tokens 1:700",
+           expected="fail", differs_at="theta0 theta1 theta2", VLLM_USE_FLASHINFER_SAMPLER="0"),
     _pytest("moe-inference", "Qwen3-30B-A3B's layers decode as they prefill, whole and in pieces.", "test_moe_inference.py"),
     _pytest("mamba-inference", "Nemotron-3-Nano's layers decode as they prefill, whole and in pieces, with CUDA graphs.",
             "test_mamba_inference.py"),

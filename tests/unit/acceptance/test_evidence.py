@@ -8,12 +8,12 @@ import pytest
 EVIDENCE = Path(__file__).parents[3] / "evidence"
 RECEIPTS = {path.stem: json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("*.json"))}
 PASSING = [name for name, r in RECEIPTS.items() if r["status"] == "pass" and "policies" in r]
-LONGEST = {"smollm2": 8192, "qwen3": 9300 + 160}  # prompt and response together
+LONGEST = {"llama": 8192, "qwen3": 9300 + 160}  # prompt and response together
 SITUATIONS = ("chunked_prefills", "mixed_batches", "joins", "preemptions")
 
 
 def family(name: str) -> list[dict]:
-    return [RECEIPTS[receipt] for receipt in PASSING if receipt.startswith(name)]
+    return [RECEIPTS[receipt] for receipt in PASSING if RECEIPTS[receipt]["subject"]["family"] == name]
 
 
 @pytest.mark.parametrize("name", PASSING)
