@@ -8,6 +8,7 @@ from lite.primitive.compare import bits
 from lite.primitive.kernels import reference
 from lite.primitive.kernels.vllm import triton_set
 from lite.primitive.kernels.vllm.attention import paged
+from lite.primitive.parallel.packing import Seqlens
 from tests.closeness import agrees
 from tests.invariance import batch_violations, cut_violations
 
@@ -20,12 +21,8 @@ def qkv(queries: int, keys: int, heads: int, kv_heads: int, D: int) -> tuple[Ten
     return torch.randn(queries, heads, D), torch.randn(keys, kv_heads, D), torch.randn(keys, kv_heads, D)
 
 
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def mixed(heads: int, kv_heads: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-    return *qkv(sum(QUERIES), sum(KEYS), heads, kv_heads, D), starts(QUERIES), starts(KEYS), D**-0.5
+def mixed(heads: int, kv_heads: int, D: int) -> tuple[Tensor, Tensor, Tensor, Seqlens, float]:
+    return *qkv(sum(QUERIES), sum(KEYS), heads, kv_heads, D), Seqlens.of(QUERIES, KEYS), D**-0.5
 
 
 def run(*args) -> Tensor:
@@ -40,16 +37,16 @@ def test_mixed_prefill_chunk_and_decode_agree_with_the_reference(heads: tuple[in
 
 def test_a_wrong_mask_sequence_head_or_scale_is_noticed() -> None:
     lengths, (q, k, v) = [9, 6], qkv(15, 16, 4, 2, 64)
-    cu, scale = starts(lengths), 0.125
-    want = reference.attention(q, k[:15], v[:15], cu, cu, scale)[0].flatten(1)
-    assert agrees(run(q, k[:15], v[:15], cu, cu, scale).flatten(1), want)
+    packed, scale = Seqlens.of(lengths, lengths), 0.125
+    want = reference.attention(q, k[:15], v[:15], packed, scale)[0].flatten(1)
+    assert agrees(run(q, k[:15], v[:15], packed, scale).flatten(1), want)
     plants = {
-        "the last sequence's queries see one key too many": (q, k, v, cu, starts([9, 7]), scale),
-        "and one too few, the first sequence's too many": (q, k[:15], v[:15], cu, starts([10, 5]), scale),
-        "one query in the other sequence": (q, k[:15], v[:15], starts([8, 7]), cu, scale),
-        "one sequence": (q, k[:15], v[:15], starts([15]), starts([15]), scale),
-        "key heads in another order": (q, k[:15].flip(1), v[:15].flip(1), cu, cu, scale),
-        "scale": (q, k[:15], v[:15], cu, cu, scale * 1.001),
+        "the last sequence's queries see one key too many": (q, k, v, Seqlens.of(lengths, [9, 7]), scale),
+        "and one too few, the first sequence's too many": (q, k[:15], v[:15], Seqlens.of(lengths, [10, 5]), scale),
+        "one query in the other sequence": (q, k[:15], v[:15], Seqlens.of([8, 7], lengths), scale),
+        "one sequence": (q, k[:15], v[:15], Seqlens.of([15], [15]), scale),
+        "key heads in another order": (q, k[:15].flip(1), v[:15].flip(1), packed, scale),
+        "scale": (q, k[:15], v[:15], packed, scale * 1.001),
     }
     for name, args in plants.items():
         assert not agrees(run(*args).flatten(1), want), name
@@ -102,21 +99,21 @@ def scattered(cache: tuple[Tensor, Tensor, Tensor, Tensor], stale: float) -> tup
 @pytest.mark.parametrize("stale", [1e30, float("nan")])
 def test_the_places_of_pages_and_what_lies_past_a_sequence_do_not_change_the_bits(stale: float) -> None:
     """The wrapper lays pages out in order and clears them; the engine does neither."""
-    q, k, v, cu_q, cu_k, scale = mixed(4, 2, 64)
-    cache = paged(k, v, cu_k, 16)
-    want = bits(run(q, k, v, cu_q, cu_k, scale))
+    q, k, v, seqlens, scale = mixed(4, 2, 64)
+    cache, cu_q = paged(k, v, seqlens, 16), seqlens.cu_q
+    want = bits(run(q, k, v, seqlens, scale))
     keys, values, table, lengths = scattered(cache, stale)
     assert torch.equal(bits(unified(q, (keys, values, table, lengths), cu_q, scale)), want)
     table[2, [0, 1]] = table[2, [1, 0]]
     assert not torch.equal(bits(unified(q, (keys, values, table, lengths), cu_q, scale)), want), "two exchanged pages must be noticed"
 
 
-def split_decode(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
+def split_decode(q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> Tensor:
     """What vLLM does outside batch-invariant mode: in a batch of decode steps the keys are split into segments that are merged."""
-    segments, batch, heads, D = 4, len(cu_q) - 1, q.shape[1], q.shape[2]
+    segments, batch, heads, D = 4, len(seqlens.cu_q) - 1, q.shape[1], q.shape[2]
     buffers = {name: torch.zeros(batch, heads, segments) for name in ("softmax_segm_max", "softmax_segm_expsum")}
     buffers["softmax_segm_output"] = torch.zeros(batch, heads, segments, D)
-    return unified(q, paged(k, v, cu_k, 16), cu_q, scale, seq_threshold_3D=8, num_par_softmax_segments=segments, **buffers)
+    return unified(q, paged(k, v, seqlens, 16), seqlens.cu_q, scale, seq_threshold_3D=8, num_par_softmax_segments=segments, **buffers)
 
 
 def test_batch_invariant_mode_forbids_splitting_the_keys_of_a_decode_step() -> None:
@@ -126,6 +123,6 @@ def test_batch_invariant_mode_forbids_splitting_the_keys_of_a_decode_step() -> N
 @pytest.mark.usefixtures("split_keys_allowed")
 def test_a_decode_step_with_split_keys_is_caught() -> None:
     q, k, v = qkv(70, 70, 4, 2, 64)
-    decode = q[-1:], k, v, starts([1]), starts([70]), 0.125
+    decode = q[-1:], k, v, Seqlens.of([1], [70]), 0.125
     assert agrees(split_decode(*decode).flatten(1), reference.attention(*decode)[0].flatten(1)), "right, but in another order"
     assert cut_violations(split_decode, q, k, v, [64], 0.125) == ["decode at 64"]

@@ -508,7 +508,7 @@ def test_a_linear_that_is_vllms_own_fails_the_handshake(vllm: FakeVllm, environm
         handshake(worker(vllm.model()))
 
 
-# Mamba-2. What the layer computes, and the real builder of its metadata, are in tests/triton/test_triton_engine.py and test_mamba_replay.py
+# Mamba-2. What the layer computes is tested in test_mamba_replay.py, with vLLM's real builder of its metadata in tests/triton.
 
 
 def test_a_mamba_layer_holds_the_replay_state_and_its_model_asks_for_as_much(vllm: FakeVllm, environment: Any) -> None:
