@@ -1,12 +1,25 @@
 """What a run is doing, drawn on the terminal."""
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 
 LONG = 10  # policies from which the phases that are over leave the screen, and a bar of policies tells what is left
+
+
+class Progress(Protocol):
+    """Told what goes on."""
+
+    def phase(self, name: str, total: int) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def overall(self, done: int, total: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class ProgressBar:
@@ -15,7 +28,8 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         self.console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
+        left = (TextColumn("left"), TimeRemainingColumn())
+        self.bar = RichProgress(*columns, *left, console=self.console, disable=not self.console.is_terminal)
         self.bar.start()
         self.task: Any = None
         self.policies: Any = None

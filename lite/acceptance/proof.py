@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from lite.acceptance.bundle import rollout_sha256, save_bundle
 from lite.acceptance.grpo import advantages, reward_trend
 from lite.acceptance.plants import Plant, find_plant
+from lite.acceptance.progress import Progress
 from lite.acceptance.receipt import environment, kernel_sources, verdict, weights_sha256
 from lite.acceptance.result_folder import CHECKPOINTS, FAILING, ROLLOUT, SCORES
 from lite.acceptance.scoring import (
@@ -30,18 +31,6 @@ from lite.primitive.optimizer.master import update_norm
 from lite.runtime.rollout.engine import Trajectory
 
 REDRAWS = 5
-
-
-class Progress(Protocol):
-    """Told what goes on; the command line draws it."""
-
-    def phase(self, name: str, total: int) -> None: ...
-
-    def advance(self, amount: int) -> None: ...
-
-    def overall(self, done: int, total: int) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 class Proof:

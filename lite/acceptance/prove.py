@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lite.acceptance.plants import Plant, find_plant
-from lite.acceptance.proof import Progress, Proof
+from lite.acceptance.progress import Progress
+from lite.acceptance.proof import Proof
 from lite.acceptance.receipt import SCHEMA, closure, git_state, write_json
 from lite.acceptance.result_folder import RECEIPT, claimed
 from lite.acceptance.sides import ProveConfig, check_choice
