@@ -78,7 +78,7 @@ GATES: tuple[Gate, ...] = (
     _pytest("mamba-inference", "Nemotron-3-Nano's layers decode as they prefill, whole and in pieces, with CUDA graphs.",
             "test_mamba_inference.py"),
     _pytest("mamba-kernels", "Mamba-2's kernels keep the contract at that geometry, and their backwards the fp64 formula.",
-            "test_mamba_kernels.py"),
+            "test_vllm_mamba.py"),
     _pytest("engine-sync", "An update reaches the engine whole, through two syncs in a row, sleep and wake.", "test_engine_sync.py"),
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",

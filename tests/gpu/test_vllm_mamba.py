@@ -1,7 +1,7 @@
 """On a Hopper GPU: Mamba-2's kernels and the router and experts beside them keep the contract at Nemotron-H's geometry, and their backwards
 the fp64 formula.
 
-    python -m pytest tests/gpu/test_mamba_kernels.py -m gpu        # with vLLM 0.26, mamba-ssm and causal-conv1d installed
+    python -m pytest tests/gpu/test_vllm_mamba.py -m gpu        # with vLLM 0.26, mamba-ssm and causal-conv1d installed
 
 Limits on relative L2 errors, set before any result was seen: 1e-2, as in test_vllm_kernels.py, and 3e-2 for the gradients of dt, A and
 dt_bias, since they are sums of terms that nearly cancel, each of products of operands in bf16.
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or any(importlib.util.find_spec(name) is None for name in ("vllm", "mamba_ssm", "causal_conv1d")),
-        reason="needs a Hopper GPU, vLLM 0.26, mamba-ssm and causal-conv1d: run `python -m pytest tests/gpu/test_mamba_kernels.py -m gpu`",
+        reason="needs a Hopper GPU, vLLM 0.26, mamba-ssm and causal-conv1d: run `python -m pytest tests/gpu/test_vllm_mamba.py -m gpu`",
     ),
 ]
 
