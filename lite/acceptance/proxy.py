@@ -60,7 +60,7 @@ def write_proxy(name: str, folder: Path, *, geometry: str, layers: int | None, d
                 normal(module.conv_bias, 0.1)
             normal(module.norm_weight, 0.1, mean=1.0)
             normal(module.D, 0.1, mean=1.0)
-            normal(module.A_log, 0.8, mean=1.5)  # A: -1 .. -16
+            normal(module.decay.A_log, 0.8, mean=1.5)  # A: -1 .. -16
             normal(module.dt_bias, 1.0, mean=-4.0)  # time steps: 0.002 .. 0.1
         elif isinstance(module, Embedding) and module.weight is not model.head.weight:
             normal(module.weight, 0.5)

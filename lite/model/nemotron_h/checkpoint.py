@@ -39,7 +39,7 @@ WEIGHTS: WeightTable = (
         for native, hf, unit_axis in (
             ("in_proj.weight", "in_proj.weight", None),
             ("conv_weight", "conv1d.weight", 1),
-            ("A_log", "A_log", None),
+            ("decay.A_log", "A_log", None),
             ("D", "D", None),
             ("dt_bias", "dt_bias", None),
             ("norm_weight", "norm.weight", None),

@@ -164,5 +164,6 @@ def test_a_bf16_export_holds_the_deployed_bytes(name: str, tmp_path: Path) -> No
     theirs = taken_apart([*model.named_parameters(), *biases])
     exported = dict(runtime.export_weights(handle))
     assert exported.keys() == theirs.keys()
-    assert all(same(exported[key], p.detach()) for key, p in theirs.items())
-    assert {p.dtype for key, p in exported.items() if not key.endswith("e_score_correction_bias")} == {torch.bfloat16}
+    assert all(same(exported[key].to(p.dtype), p.detach()) for key, p in theirs.items())
+    wider = {key.rpartition(".")[2] for key, p in exported.items() if p.dtype != torch.bfloat16}
+    assert wider == ({"A_log", "e_score_correction_bias"} if name == "nemotron_h" else set())  # they round A_log, vLLM does not
