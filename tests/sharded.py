@@ -17,11 +17,11 @@ Opened = tuple[Runtime, Handle]
 Tensors = dict[str, Tensor]
 
 
-def opened(dtype: str = "bf16", **fsdp: Any) -> Opened:
+def opened(dtype: str = "bf16", family: str = "qwen2", **fsdp: Any) -> Opened:
     backend = MegatronLiteConfig(
         dtype=dtype, device="cpu", fsdp=FsdpConfig(**fsdp), optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
     )  # type: ignore[arg-type]
-    runtime = Runtime(RuntimeConfig(checkpoint("qwen2", dtype), backend_cfg=backend))
+    runtime = Runtime(RuntimeConfig(checkpoint(family, dtype), backend_cfg=backend))
     return runtime, runtime.build_model()
 
 
@@ -41,7 +41,7 @@ def whole(tensors: dict[str, Any]) -> Tensors:
 
 
 def gradients(o: Opened) -> Tensors:
-    return whole({name: p.grad for name, p in o[1].weights.parameters.items()})
+    return whole({name: p.grad for name, p in o[1].weights.parameters.items() if p.requires_grad})
 
 
 def update(o: Opened, data: list[PackedBatch], loss: Callable = nll) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def update(o: Opened, data: list[PackedBatch], loss: Callable = nll) -> dict[str
     }  # fmt: skip
 
 
-def train(dtype: str, steps: int, **fsdp: Any) -> list[dict[str, Any]]:
-    o = opened(dtype, **fsdp)
+def train(dtype: str, steps: int, family: str = "qwen2", **fsdp: Any) -> list[dict[str, Any]]:
+    o = opened(dtype, family, **fsdp)
     assert o[1].optimizer is not None
     return [{"masters": whole(o[1].optimizer.masters)}] + [update(o, batches(step)) for step in range(steps)]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.hf_weights import LoadReport, export_weights
-from lite.primitive.ckpt.spec import Part
+from lite.primitive.ckpt.spec import Part, as_rows
 from lite.primitive.modules.decoder import Decoder
 from lite.runtime.config import FsdpConfig
 from lite.runtime.weights import DeployedWeights, differing_bytes
@@ -106,11 +106,12 @@ class ShardedWeights(DeployedWeights):
         self.version = None
 
         def write(part: Part, tensor: Tensor) -> None:
-            mine = self.rows[part.native]
-            low, high = max(part.start, mine.start), min(part.start + len(tensor), mine.stop)
+            whole, mine, local = self.shapes[part.native], self.rows[part.native], as_rows(_local(self.parameters[part.native]))
+            each = len(as_rows(whole)) // len(whole)  # an expert is sharded whole
+            low, high = max(part.start, mine.start * each), min(part.start + len(tensor), mine.stop * each)
             if low < high:
-                rows = _local(self.parameters[part.native])[low - mine.start : high - mine.start]
-                rows.copy_(tensor[low - part.start : high - part.start])
+                rows = local[low - mine.start * each : high - mine.start * each]
+                rows.copy_(tensor[low - part.start : high - part.start].reshape(rows.shape))
 
         report = self._load(self.shapes, tensors, version, where, write)
         self.deploy({}, version)

@@ -54,9 +54,13 @@ class Part:
 
     def of(self, parameter: Tensor) -> Tensor:
         """The part in a parameter, or in anything of its shape (a gradient, a master), as the checkpoint shapes it; a view."""
-        rows = parameter.flatten(0, -2) if parameter.ndim > 2 else parameter
-        found = rows[self.start : self.stop]
+        found = as_rows(parameter)[self.start : self.stop]
         return found if self.unit_axis is None else found.unsqueeze(self.unit_axis)
+
+
+def as_rows(parameter: Tensor) -> Tensor:
+    """The rows that parts are counted in; experts lie one after another. A view."""
+    return parameter.flatten(0, -2) if parameter.ndim > 2 else parameter
 
 
 WeightTable = tuple[Weight | Skip, ...]

@@ -51,6 +51,20 @@ def test_two_ranks_train_as_one_process_does(dtype: str) -> None:
         assert (mine["norm"], mine["zeros"], mine["changed"]) == (theirs["norm"], theirs["zeros"], theirs["changed"])
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
+def test_experts_and_scans_train_on_two_ranks_as_in_one_process(family: str) -> None:
+    """The decay is a group of its own, in fp32; a router's bias is whole on every rank."""
+    one, two = train("bf16", 2, family), on_ranks(2, train, "bf16", 2, family)
+    first, other = one[1], [steps[1] for steps in two]
+    assert all(same(a, b) for a, b in zip(first["log_probs"], other[0]["log_probs"] + other[1]["log_probs"], strict=True))
+    assert off(other[0], first) < GRADIENT and other[0]["fingerprint"] == other[1]["fingerprint"]
+    assert all(other[0]["export"][name].dtype == t.dtype for name, t in first["export"].items())
+    moved = {name: one[2]["masters"][name] - start for name, start in one[0]["masters"].items()}
+    assert distance(two[0][2]["masters"], one[2]["masters"], moved) < UPDATE["bf16"]
+    again = train("bf16", 2, family, recompute=True)
+    assert equal(again[1]["gradients"], first["gradients"]) and again[2]["fingerprint"] == one[2]["fingerprint"]
+
+
 def planted(kind: str) -> dict[str, Any]:
     o = opened()
     parts = [part for part in o[1].module.modules() if isinstance(part, FSDPModule)]
