@@ -57,8 +57,10 @@ def folder() -> Path:
     return model_folder("qwen3", tied=False)
 
 
-@pytest.fixture
-def saved(folder: Path, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+Saved = tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def trained(folder: Path, tmp_path: Path) -> Saved:
     """-> (root of a checkpoint after 2 steps, the state then, the state one step later)."""
     runtime, handle = trainer(folder)
     torch.manual_seed(7)
@@ -70,8 +72,15 @@ def saved(folder: Path, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], 
     return tmp_path / "run", then, state(runtime, handle)
 
 
-def test_the_next_step_has_the_bits_of_the_run_without_a_break(folder, saved) -> None:
-    root, then, later = saved
+@pytest.fixture
+def saved(folder: Path, tmp_path: Path) -> Saved:
+    return trained(folder, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_the_next_step_has_the_bits_of_the_run_without_a_break(tmp_path, family: str) -> None:
+    folder = model_folder(family)
+    root, then, later = trained(folder, tmp_path)
     runtime, handle = trainer(folder)
     torch.manual_seed(1000)
     assert runtime.load_checkpoint(handle, root) == {"reward": [0.5, 1.0]}
