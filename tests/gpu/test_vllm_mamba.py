@@ -213,6 +213,7 @@ def test_values_follow_the_formula_at_the_real_geometry(ops, record):
 
 LENGTHS = [1, 5, 130, 300]
 T, SEQLENS = sum(LENGTHS), Seqlens.of(LENGTHS, LENGTHS)
+IDS = torch.rand(97, 7, generator=torch.Generator().manual_seed(0)).argsort(-1)[:, :3].int()  # the last of 8 experts has no row
 
 
 def cases(ops):
@@ -234,10 +235,18 @@ def cases(ops):
         "gated norm of one group": (lambda x, g, weight: ops.gated_rms_norm(x, g, weight, 1, 1e-5),
                                     lambda x, g, weight: f.gated_rms_norm(x, g, weight, 1, 1e-5, BF16), gate, [LIMIT] * 3),
         "relu2": (lambda x: ops.relu2(x), lambda x: f.relu2(x, BF16), [normal(97, 512)], [LIMIT]),
+        **{f"experts, {activation}": (lambda *t, a=activation: ops.routed_experts(*t, IDS.cuda(), a),
+                                      lambda *t, a=activation: f.routed_experts(*t, IDS, a, BF16),
+                                      [normal(97, 256), normal(8, up, 256, std=256**-0.5), normal(8, 256, 192, std=192**-0.5),
+                                       normal(97, 3, dtype=torch.float32).abs()], [LIMIT] * 4)
+           for activation, up in (("silu", 384), ("relu2_no_mul", 192))},
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["conv", "conv without bias", "scan", "gated norm", "gated norm of one group", "relu2"])
+NAMES = ["conv", "conv without bias", "scan", "gated norm", "gated norm of one group", "relu2", "experts, silu", "experts, relu2_no_mul"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_follow_the_formula_and_two_backwards_have_the_same_bits(ops, record, name):
     ours, formula, inputs, limits = cases(ops)[name]
     inputs = [t.requires_grad_() for t in inputs]
