@@ -3,7 +3,6 @@
     python -m lite.acceptance.freshness     # in a checkout: a line a gate
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lite.acceptance.gates import GATES, Gate
+from lite.acceptance.receipt import changed_sources
 from lite.errors import InputError
 
 EVIDENCE = "evidence"
@@ -52,12 +52,8 @@ def _another_end(gate: Gate, receipt: dict[str, Any]) -> str:
 
 
 def _changed_sources(receipt: dict[str, Any], checkout: Path) -> str:
-    changed = [path for path, sha256 in receipt["closure"].items() if _sha256(checkout / path) != sha256]
+    changed = changed_sources(receipt["closure"], checkout)
     return f"{len(changed)} of {len(receipt['closure'])} sources changed, {changed[0]} first" if changed else ""
-
-
-def _sha256(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def evidence_lacks(gates: Iterable[Gate], checkout: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from lite.acceptance.bundle import rollout_sha256, save_bundle
 from lite.acceptance.grpo import advantages, reward_trend
 from lite.acceptance.plants import Plant, find_plant
 from lite.acceptance.progress import Progress
-from lite.acceptance.receipt import environment, kernel_sources, verdict, weights_sha256
+from lite.acceptance.receipt import closure, environment, kernel_sources, verdict, weights_sha256
 from lite.acceptance.result_folder import CHECKPOINTS, FAILING, ROLLOUT, SCORES
 from lite.acceptance.scoring import (
     BranchMagnitude,
@@ -25,7 +25,7 @@ from lite.acceptance.scoring import (
     grpo_loss,
     pack_rollout,
 )
-from lite.acceptance.sides import ProveConfig, build_sides, same_run
+from lite.acceptance.sides import ProveConfig, build_sides
 from lite.errors import InputError, ProbeError
 from lite.primitive.optimizer.master import update_norm
 from lite.runtime.rollout.engine import Trajectory
@@ -100,14 +100,17 @@ class Proof:
         if held is None:
             self.progress.note("no checkpoint to resume from: starting at theta0")
             return 0
-        asked = same_run(self.config)
-        for flag in asked:
-            if held["run"].get(flag) != asked[flag]:
-                raise InputError("--resume", f"the run had {flag} = {held['run'].get(flag)}, not {asked[flag]}", "give the same flags")
+        if (here := environment(s.trainer.device, {})) != held["environment"]:
+            other = [f"{key} = {value}, not {here[key]}" for key, value in held["environment"].items() if here[key] != value]
+            raise InputError("--resume", f"the run had {'; '.join(other)}", "resume it where it was, or start another run")
         vars(self).update(held["found"])
         vars(s.engine.counters).update(held["counters"])
-        self.progress.note(f"resumed at theta{s.trainer.weights.require()}")
-        return s.trainer.weights.require()
+        version = s.trainer.weights.require()
+        for path in [path for name in (ROLLOUT, SCORES) for path in (self.config.out / name).glob("theta*.safetensors")]:
+            if int(path.stem.removeprefix("theta")) >= version:  # made again, if this run comes to it
+                path.unlink()
+        self.progress.note(f"resumed at theta{version}")
+        return version
 
     def _keep(self, version: int) -> None:
         """A checkpoint of trainer and findings every save_every updates."""
@@ -115,7 +118,8 @@ class Proof:
             return
         s = self.sides
         found = {name: vars(self)[name] for name in self.KEPT}
-        facts = {"run": same_run(self.config), "found": found, "counters": asdict(s.engine.counters)}
+        here = {"closure": closure(), "environment": environment(s.trainer.device, {})}
+        facts = here | {"found": found, "counters": asdict(s.engine.counters)}
         with self._timed("checkpoint", 1):
             s.runtime.save_checkpoint(s.trainer, self.config.out / CHECKPOINTS, keep=2, facts=facts)
 
@@ -125,6 +129,7 @@ class Proof:
         if self.plant or not self.config.plugin or not any(path["mismatch"] or path["nonfinite"] for path in paths):
             return False
         s, out = self.sides, self.config.out
+        self.rolling(self._findings())  # known from here on, whatever happens next
         s.runtime.save_hf(s.trainer, out / FAILING)
         self.progress.note(f"theta{k}: stopping; mlite replay {out / ROLLOUT / f'theta{k}.safetensors'} --model {out / FAILING}")
         return True

@@ -51,6 +51,12 @@ def closure() -> dict[str, str]:
     return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
+def changed_sources(made: dict[str, str], root: Path) -> list[str]:
+    """Which sources of a closure are not in root as they were."""
+    files = {path: root / path for path in made}
+    return [path for path, file in files.items() if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != made[path]]
+
+
 def kernel_sources(kernels: VisibleKernels) -> dict[str, str]:
     """sha256 of the source of each visible kernel's module, by kernel name. A set may lack those that no model of its own calls."""
     contract = [name for name, value in vars(VisibleKernels).items() if inspect.isfunction(value) and not name.startswith("_")]

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from lite.errors import InputError
 
-RECEIPT, ROLLOUT, SCORES, PLOTS, LOCK = "receipt.json", "rollout", "scores", "plots", ".lock"
+RUN, RECEIPT, ROLLOUT, SCORES, PLOTS, LOCK = "run.json", "receipt.json", "rollout", "scores", "plots", ".lock"
 CHECKPOINTS, FAILING = "checkpoints", "failing"
 
 
 @contextmanager
-def claimed(out: Path, resume: bool) -> Iterator[None]:
-    """Creates the folder, or clears what an earlier run wrote into it (resume: leaves it), and keeps other runs out meanwhile. InputError
+def claimed(out: Path, go_on: bool) -> Iterator[None]:
+    """Creates the folder, or clears what an earlier run wrote into it (go_on: leaves it), and keeps other runs out meanwhile. InputError
     for a folder that holds anything else: it is somebody's."""
-    ours = {RECEIPT, ROLLOUT, SCORES, PLOTS, CHECKPOINTS, FAILING, "proxy", "report.md", LOCK}
+    ours = {RUN, RECEIPT, ROLLOUT, SCORES, PLOTS, CHECKPOINTS, FAILING, "proxy", "report.md", LOCK}
     if out.exists() and not out.is_dir():
         raise InputError("--out", f"{out} is a file", "name a folder")
     entries = list(out.iterdir()) if out.is_dir() else []
@@ -24,8 +24,6 @@ def claimed(out: Path, resume: bool) -> Iterator[None]:
     if foreign or (entries and not {RECEIPT, LOCK} & {e.name for e in entries}):
         what = foreign[0] if foreign else entries[0].name
         raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
-    if resume and not entries:
-        raise InputError("--resume", f"{out} holds no run", "leave --resume out to start one")
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
@@ -37,6 +35,6 @@ def claimed(out: Path, resume: bool) -> Iterator[None]:
         except BlockingIOError:
             raise InputError("--out", f"{out} is being written by another run", "wait for it or name another folder") from None
         for entry in entries:
-            if entry.name != LOCK and not resume:
+            if entry.name != LOCK and not go_on:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         yield

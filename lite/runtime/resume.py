@@ -17,6 +17,7 @@ def save(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path
     version = handle.weights.require()
     held = {
         "version": version,
+        "fingerprint": handle.weights.fingerprint(),
         "config": hf_config,
         "steps": optimizer.steps(),
         "schedule": handle.schedule.last_epoch,
@@ -40,6 +41,8 @@ def load(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path
             was, now = held["config"].get(key), hf_config.get(key)
             raise InputError(folder, f"was written by a model with {key} = {was!r}, this one has {now!r}", "resume with the same model")
     handle.weights.version = None
+    if bool(held["version"]) != bool(held["steps"]):
+        raise InputError(folder, f"is of version {held['version']} with no steps of the optimizer", "resume from an earlier checkpoint")
     optimizer.set_steps(held["steps"])
     # under another number of ranks no stream has its old place; then each keeps the one it has
     random = checkpoint.random_state() if held["ranks"] == checkpoint.ranks() else {}
@@ -50,6 +53,9 @@ def load(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path
         group["lr"] = lr
     optimizer.zero_grad()
     handle.weights.deploy(optimizer.masters, held["version"])
+    if handle.weights.fingerprint() != held["fingerprint"]:
+        handle.weights.version = None
+        raise InputError(folder, "the weights are not those that were saved", "resume from an earlier checkpoint")
     return dict(held["facts"])
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,18 +63,80 @@ def test_a_killed_run_goes_on(straight, tmp_path, monkeypatch) -> None:
     assert policies(out) == policies(straight)
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two updates with a checkpoint after each."""
+    out = tmp_path_factory.mktemp("begun") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        assert mlite(patch, *RUN, "--updates", 2, "--save-every", 1, "--out", out) == 0
+    return out
+
+
+def edited(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def other_source(facts: dict) -> None:
+    facts["facts"]["closure"]["lite/acceptance/proof.py"] = "0" * 64
+
+
+def other_machine(facts: dict) -> None:
+    facts["facts"]["environment"]["torch"] = "2.0"
+
+
+def nothing(facts: dict) -> None:
+    """The checkpoint stays as it is."""
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "state", "message"),
     [
-        (("--seed", 1), "--resume: the run had seed = 0, not 1"),
-        (("--response-tokens", 7), "--resume: the run had response_tokens = 6, not 7"),
+        (("--seed", 1), nothing, "--resume: the run had seed = 0, not 1"),
+        (("--response-tokens", 7), nothing, "--resume: the run had response_tokens = 6, not 7"),
+        (("--updates", 1), nothing, "step-00000002 lies past --updates 1; give at least 2"),
+        ((), other_source, "lite/acceptance/proof.py has changed since step-00000002"),
+        ((), other_machine, "the run had torch = 2.0, not"),
+        ((), lambda facts: facts["steps"].clear(), "no steps of the optimizer"),
+        ((), lambda facts: facts.update(fingerprint="0" * 64), "the weights are not those that were saved"),
     ],
+    ids=["seed", "response tokens", "fewer updates", "sources", "torch", "steps", "weights"],
 )
-def test_a_resumption_with_other_flags_is_refused(tmp_path, monkeypatch, capsys, flags, message: str) -> None:
+def test_a_refused_resumption_leaves_the_run_as_it_was(begun, tmp_path, monkeypatch, capsys, flags, state, message: str) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    edited(out / "checkpoints" / "step-00000002" / "state.json", state)
+    before = {path: path.read_bytes() for path in out.rglob("*.json")}
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, *flags, "--out", out, "--resume") == 2
+    assert message in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*.json")} == before and (out / "rollout" / "theta2.safetensors").exists()
+
+
+def test_a_failed_run_is_not_taken_up_again(begun, tmp_path, monkeypatch, capsys) -> None:
+    """A fault that comes once is what is looked for; the policies after it would pass."""
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    edited(out / "receipt.json", lambda receipt: receipt.update(status="fail", reason="theta2 score: 1 of 54 tokens differ"))
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, "--out", out, "--resume") == 2
+    assert "failed, and going on would hide it (theta2 score: 1 of 54 tokens differ)" in capsys.readouterr().err
+    edited(out / "receipt.json", lambda receipt: receipt.update(status="inconclusive"))
+    (out / "failing").mkdir()  # killed while it kept the policy
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, "--out", out, "--resume") == 2
+
+
+def test_other_flags_are_refused_before_the_first_checkpoint_too(tmp_path, monkeypatch, capsys) -> None:
     out = tmp_path / "run"
-    assert mlite(monkeypatch, *RUN, "--updates", 1, "--save-every", 1, "--out", out) == 0
-    assert mlite(monkeypatch, *RUN, *flags, "--updates", 2, "--save-every", 1, "--out", out, "--resume") == 2
-    assert message in capsys.readouterr().out
+    assert mlite(monkeypatch, *RUN, "--updates", 0, "--out", out) == 0
+    assert mlite(monkeypatch, *RUN, "--updates", 1, "--lr", "1e-4", "--out", out, "--resume") == 2
+    assert "--resume: the run had lr = 0.001, not 0.0001" in capsys.readouterr().err
+
+
+def test_rollouts_past_the_checkpoint_are_cleared(begun, tmp_path, monkeypatch) -> None:
+    """A killed run may have come further than the one that goes on is asked to."""
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    shutil.copy(out / "rollout" / "theta2.safetensors", out / "rollout" / "theta7.safetensors")
+    assert mlite(monkeypatch, *RUN, "--updates", 2, "--save-every", 1, "--out", out, "--resume") == 0
+    assert sorted(path.stem for path in (out / "rollout").iterdir()) == ["theta0", "theta1", "theta2"]
+    assert policies(out) == policies(begun)
 
 
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch, capsys) -> None:
