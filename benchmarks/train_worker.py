@@ -84,7 +84,8 @@ def transformers(spec: dict[str, Any]) -> tuple[nn.Module, Loss]:
     """spec["attention"]: sdpa, or flash, which gives transformers torch's own packed FlashAttention by its attention interface."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    if model_config(Path(spec["folder"])).mamba and find_spec("mamba_ssm") is None:
+    mamba = model_config(Path(spec["folder"])).mamba
+    if mamba and find_spec("mamba_ssm") is None:
         # it falls back to torch, which overlooks seq_idx and lets a sequence's state into the next one
         raise InputError("transformers", "packs Mamba-2 only with mamba_ssm", "install it on a GPU machine, or use --against native")
 
@@ -97,6 +98,7 @@ def transformers(spec: dict[str, Any]) -> tuple[nn.Module, Loss]:
         spec["folder"],
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[spec["dtype"]],
         attn_implementation={"flash": "torch_packed", "sdpa": "sdpa"}[spec["attention"]],
+        **({"time_step_min": 0.0} if mamba else {}),  # by default it clamps time steps, which vLLM and we do not
     )
     model.to(spec["device"]).train()
 

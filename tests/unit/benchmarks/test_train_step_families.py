@@ -154,10 +154,17 @@ def test_arms_have_one_loss_and_native_the_references_gradients(folder):
         torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_transformers_mamba_is_refused_where_it_would_mix_sequences(tmp_path):
-    write_proxy("nemotron_h", tmp_path, geometry="tiny", layers=1, dtype=torch.float32, seed=0)
+def test_transformers_mamba_is_refused_where_it_would_mix_sequences(tmp_path, monkeypatch):
+    """Its torch path has our loss for one sequence and another one for several."""
+    write_proxy("nemotron_h", tmp_path, geometry="tiny", layers=None, dtype=torch.float32, seed=0)
+    spec = {"folder": str(tmp_path), "dtype": "fp32", "device": "cpu", "attention": "sdpa"}
     with pytest.raises(InputError, match="mamba_ssm"):
-        train_worker.transformers({"folder": str(tmp_path), "dtype": "fp32", "device": "cpu", "attention": "sdpa"})
+        train_worker.transformers(spec)
+    monkeypatch.setattr(train_worker, "find_spec", lambda name: name)
+    theirs, ours = train_worker.transformers(spec)[1], train_worker.native(spec)[1]
+    one, several = (train_worker.Inputs(packed_batch(65, longest, 512, 0), "cpu") for longest in (4096, 32))
+    torch.testing.assert_close(theirs(one), ours(one), rtol=1e-6, atol=1e-6)
+    assert (theirs(several) - ours(several)).abs() > 1e-3
 
 
 @pytest.mark.slow
