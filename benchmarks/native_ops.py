@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.native_mamba_moe import NativeMambaMoE
 from lite.primitive.parallel.packing import Seqlens
 
 ROWS = 2048  # of logits held at once; the backward makes them again
 
 
-class NativeOps:
+class NativeOps(NativeMambaMoE):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
@@ -44,10 +45,6 @@ class NativeOps:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, seqlens: Seqlens, scale: float) -> Tensor:
         """Of whole sequences: queries and keys have the same lengths, as in training."""
         return packed_attention(q, k, v, seqlens.cu_q, seqlens.max_q, scale)
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
     def token_logprobs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab_size: int, with_entropy: bool

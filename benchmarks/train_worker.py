@@ -10,6 +10,7 @@ The loss of all three is minus the mean logprob of the response tokens; only the
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.legs import serve
+from benchmarks.native_mamba_moe import sequence_of_rows
 from benchmarks.native_ops import NativeOps, packed_attention
 from benchmarks.packed import packed_batch
 from benchmarks.profiles import Watch, summary, synchronize
+from benchmarks.report import model_config
+from lite.errors import InputError
 from lite.primitive.ckpt.safetensors_files import read_tensors
 from lite.primitive.kernels.vllm import enter_batch_invariance
 from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
@@ -41,6 +45,7 @@ class Inputs:
         assert rows is not None
         self.ids, self.labels, self.rows, self.temperatures = batch.input_ids, batch.labels, rows, batch.temperatures
         self.context = batch.context
+        self.sequences = sequence_of_rows(batch.context.seqlens, len(batch.input_ids))
 
 
 def exact_kernels(kernels: str) -> Ops:
@@ -79,6 +84,11 @@ def transformers(spec: dict[str, Any]) -> tuple[nn.Module, Loss]:
     """spec["attention"]: sdpa, or flash, which gives transformers torch's own packed FlashAttention by its attention interface."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
+    mamba = model_config(Path(spec["folder"])).mamba
+    if mamba and find_spec("mamba_ssm") is None:
+        # it falls back to torch, which overlooks seq_idx and lets a sequence's state into the next one
+        raise InputError("transformers", "packs Mamba-2 only with mamba_ssm", "install it on a GPU machine, or use --against native")
+
     def flash(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, **packed: Any) -> Any:
         rows = (t[0].transpose(0, 1) for t in (q, k, v))
         return packed_attention(*rows, packed["cu_seq_lens_q"], packed["max_length_q"], scaling)[None], None
@@ -88,6 +98,7 @@ def transformers(spec: dict[str, Any]) -> tuple[nn.Module, Loss]:
         spec["folder"],
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[spec["dtype"]],
         attn_implementation={"flash": "torch_packed", "sdpa": "sdpa"}[spec["attention"]],
+        **({"time_step_min": 0.0} if mamba else {}),  # by default it clamps time steps, which vLLM and we do not
     )
     model.to(spec["device"]).train()
 
@@ -95,7 +106,7 @@ def transformers(spec: dict[str, Any]) -> tuple[nn.Module, Loss]:
         cu, _, longest, _ = x.context.seqlens
         logits = model(
             input_ids=x.ids[None], position_ids=x.context.positions[None], use_cache=False, logits_to_keep=x.rows,
-            cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=longest, max_length_k=longest,
+            seq_idx=x.sequences, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=longest, max_length_k=longest,
         ).logits[0]  # fmt: skip
         return F.cross_entropy(logits.float(), x.labels[x.rows])
 
