@@ -45,6 +45,9 @@ def stock(spec: dict[str, Any]) -> Any:
     return LLM(model=spec["folder"], dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.3, seed=0, **sizes(spec))
 
 
+ARMS: dict[str, Callable[[dict[str, Any]], Any]] = {"exact": exact, "bi_ssu": bi_ssu, "stock": stock}
+
+
 def sizes(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "max_model_len": spec["max_model_len"], "max_num_batched_tokens": spec["step_tokens"], "max_num_seqs": spec["sequences"],
@@ -100,7 +103,7 @@ def _in_worker(worker: Any) -> dict[str, Any]:
 
 
 def build(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
-    llm = {"exact": exact, "bi_ssu": bi_ssu, "stock": stock}[spec["arm"]](spec)
+    llm = ARMS[spec["arm"]](spec)
     import torch
     import vllm
 

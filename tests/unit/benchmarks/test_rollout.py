@@ -66,7 +66,8 @@ def test_the_arms_of_ours_differ_in_nothing_but_the_worker(monkeypatch):
 
     built = []
     monkeypatch.setattr(vllm, "build_llm", lambda folder, **options: built.append(options))
-    spec = {"folder": "x", "attention": "FLASH_ATTN", "hybrid": True, "max_model_len": 96, "step_tokens": 64, "sequences": 2, "cache_bytes": 9}
+    sizes = {"max_model_len": 96, "step_tokens": 64, "sequences": 2, "cache_bytes": 9}
+    spec = {"folder": "x", "attention": "FLASH_ATTN", "hybrid": True, **sizes}
     rollout_worker.exact(spec)
     rollout_worker.bi_ssu(spec)
     exact, bi_ssu = built
