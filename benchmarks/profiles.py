@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-# In this order: an attention kernel's template also names cutlass and softmax, an activation's also elementwise.
+# In this order: an attention kernel's template also names cutlass and softmax, an activation's also elementwise; vLLM's expert kernels
+# include routing, and parts of Mamba-2's scan are products.
 PATTERNS = {
+    "mamba": r"chunk_(scan|state|cumsum)|state_passing|bmm_chunk|selective_scan|causal_conv1d",
+    "experts": r"moe|expert|grouped_topk",
     "attention": r"flash(?!infer)|fmha|attention|sdpa|batch(prefill|decode)|reshape_and_cache|reduce_segments|prepare_varlen",
     "norm": r"rms_?norm|layer_?norm|rsqrt",
     "activation": r"act_and_mul|silu|swiglu|gelu|sigmoid",

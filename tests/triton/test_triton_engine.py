@@ -18,7 +18,7 @@ from lite.errors import InputError
 from lite.primitive.compare import bits
 from lite.primitive.kernels.visible import SSDShape
 from lite.primitive.parallel.packing import Seqlens
-from lite.vllm_plugin import layers
+from lite.vllm_plugin import layers, stock_decode
 from lite.vllm_plugin import mamba as plugin
 from tests import recurrence
 
@@ -99,6 +99,27 @@ def test_vllm_builds_the_exact_layer_and_backend() -> None:
     assert backend is plugin.ExactBackend and backend.supports_batch_invariance() and backend.is_ssm()
     found = layers.replaced_layers(torch.nn.ModuleList([mixer, norm_layer(settings)]))
     assert found["MambaMixer2"]["layers"] == found["Mixer2RMSNormGated"]["layers"] == 1
+
+
+@pytest.mark.usefixtures("installed")
+def test_vllm_builds_its_own_layer_in_the_mode_that_it_refuses_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor import custom_op
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends import mamba2_attn, registry
+    from vllm.v1.attention.selector import _cached_get_mamba_attn_backend
+
+    monkeypatch.setattr(custom_op, "op_registry_oot", dict(custom_op.op_registry_oot))
+    monkeypatch.setattr(registry, "_MAMBA_ATTN_OVERRIDES", {})
+    chosen = _cached_get_mamba_attn_backend.__wrapped__
+    with pytest.raises(RuntimeError, match="batch_invariant mode is not supported"):
+        chosen(registry.MambaAttentionBackendEnum.MAMBA2)
+    stock_decode.keep_stock_decode()
+    mixer = build_mixer(config())
+    assert type(mixer).__name__ == "MambaMixer2" and type(mixer.norm).__name__ == "ExactMixer2RMSNormGated"
+    assert mixer.get_kv_cache_spec(config()).shapes == ((W - 1, C), (2, 3, 2))
+    backend = chosen(mixer.mamba_type)
+    assert backend is stock_decode.StockBackend and backend.get_builder_cls() is mamba2_attn.Mamba2AttentionMetadataBuilder
+    assert backend.is_ssm() and resolve_obj_by_qualname(stock_decode.WORKER) is stock_decode.worker
 
 
 def norm_layer(settings: SimpleNamespace) -> Any:

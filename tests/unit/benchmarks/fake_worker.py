@@ -8,6 +8,8 @@ from benchmarks.rollout_worker import commands
 
 SIZES = {"max_model_len": 96, "max_num_batched_tokens": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 1, "gpu_memory_utilization": 0.3}
 
+REPLACED = {"exact": ["ExactMambaMixer2", "ExactRMSNorm"], "bi_ssu": ["ExactRMSNorm"], "stock": []}
+
 
 class FakeEngine:
     def step(self):
@@ -33,8 +35,9 @@ def build(spec):
             raise RuntimeError("out of memory")
         return handle(command)
 
-    options = SIZES | {"async_scheduling": spec["arm"] == "stock"} | spec.get("options", {})
-    return {"options": options, "handshake": [{"plugin": "0"}] if spec["arm"] == "exact" else []}, dispatch
+    options = SIZES | {"async_scheduling": spec["arm"] == "stock", "replaced": REPLACED[spec["arm"]]} | spec.get("options", {})
+    handshake = spec.get("handshake", [{"plugin": "0"}] if spec["arm"] == "exact" else [])
+    return {"options": options, "handshake": handshake}, dispatch
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Pairs, their ratios and their order; workers that answer, fail and die."""
 
-import json
 import sys
 
 import pytest
 
-from benchmarks import report, rollout
+from benchmarks import rollout
 from benchmarks.legs import Arm, LegError, median, pair_orders, ratio
 
 FAKE = "tests.unit.benchmarks.fake_worker"
@@ -70,40 +69,6 @@ def test_a_worker_that_cannot_be_built_says_why_in_one_line_and_then_is_dead(arm
     with pytest.raises(LegError, match=r"died: .*log: ") as failed:
         worker.reply(30)
     assert failed.value.dead
-
-
-def run_rollout(tmp_path, spec, *flags):
-    args = rollout._arguments(["--out", str(tmp_path / "r.json"), "--input", "64", "--output", "32", "--concurrency", "1", "2", *flags])
-    times, result = {"exact": 4e-4, "stock": 2e-4}, rollout.new_result(args)
-    with report.Progress(args.out) as progress:
-        arms = {
-            name: Arm(name, FAKE, SPEC | {"arm": name, "token_seconds": times[name]} | spec.get(name, {}), progress.log(name))
-            for name in rollout.ARMS
-        }
-        rollout.measure(args, arms, result, progress)
-    return json.loads(args.out.read_text())
-
-
-def test_rollout_reports_what_was_planted(tmp_path):
-    pytest.importorskip("matplotlib")
-    found = run_rollout(tmp_path, {})
-    assert found["finished"] and found["complete"] and found["options_that_differ"] == {"async_scheduling": {"exact": False, "stock": True}}
-    assert [(x["arm"], x["pair"]) for x in found["legs"] if x["concurrency"] == 2] == [
-        ("exact", 0), ("stock", 0), ("stock", 1), ("exact", 1), ("exact", 2), ("stock", 2),
-    ]  # fmt: skip
-    row = found["summary"][1]
-    assert row["concurrency"] == 2 and 0.4 < row["ratio"]["median"] < 0.85 and len(row["ratio"]["pairs"]) == 3
-    assert (tmp_path / "r.png").stat().st_size > 1000
-
-
-def test_rollout_claims_nothing_where_sizes_differ(tmp_path):
-    with pytest.raises(LegError, match="max_num_seqs"):
-        run_rollout(tmp_path, {"stock": {"options": {"max_num_seqs": 1}}})
-
-
-def test_time_that_is_used_up_ends_the_run_with_a_result(tmp_path):
-    found = run_rollout(tmp_path, {}, "--minutes", "0")
-    assert found["finished"] and not found["complete"] and found["legs"] == []
 
 
 @pytest.mark.skipif(rollout.report.guarded(lambda: 0, True) == 0, reason="a CUDA device is here")

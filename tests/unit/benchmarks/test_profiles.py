@@ -9,6 +9,13 @@ from benchmarks.profiles import Kernel, Watch, busy, comparison, comparison_tabl
 from benchmarks.rollout_profile import profile_engine
 
 NAMES = {
+    "mamba": [
+        "_selective_scan_update_kernel", "_causal_conv1d_fwd_kernel", "_causal_conv1d_update_kernel", "_bmm_chunk_fwd_kernel",
+        "_chunk_scan_fwd_kernel", "_chunk_cumsum_fwd_kernel", "_chunk_state_fwd_kernel", "_state_passing_fwd_kernel",
+    ],
+    "experts": [
+        "fused_moe_kernel", "void vllm::moe::moe_align_block_size_kernel<int>(...)", "void vllm::moe::topkGating<8, 128, 4, 16>(...)",
+    ],
     "gemm": [
         "matmul_kernel_persistent", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off",
         "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "bmm_kernel", "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>(Params)",
@@ -22,7 +29,7 @@ NAMES = {
         "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>(...)", "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(Params)",
     ],
     "norm": [
-        "_rms_norm_kernel", "void vllm::rms_norm_kernel<c10::BFloat16, 8, 2>(...)",
+        "_rms_norm_kernel", "_layer_norm_fwd_1pass_kernel", "void vllm::rms_norm_kernel<c10::BFloat16, 8, 2>(...)",
         "void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(...)",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int, float)",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2",

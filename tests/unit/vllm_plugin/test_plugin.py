@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lite.errors import InputError
 from lite.primitive.kernels.vllm import experts, flash_set, gemm, norm, router, triton_set
 from lite.primitive.kernels.vllm import mamba as mamba_kernels
-from lite.vllm_plugin import PINS, handshake, layers, mamba, register, replay
+from lite.vllm_plugin import PINS, handshake, layers, mamba, register, replay, stock_decode
 from tests.checkpoints import same
 
 ROOT = Path(__file__).parents[3]
@@ -527,6 +527,26 @@ def test_the_mamba_backend_is_found_by_its_name_and_every_kernel_of_the_scan_is_
     assert path == f"{mamba.__name__}.ExactBackend" and mamba.ExactBackend.supports_batch_invariance()
     kernels = [vllm.modules[f"vllm.model_executor.layers.mamba.ops.{name}"].kernel for name in mamba_kernels.SCAN_KERNELS]
     assert all(kernel.configs == ["first"] for kernel in kernels)
+
+
+def test_a_worker_that_keeps_vllms_own_decode_builds_the_stock_layer_among_the_plugins(
+    vllm: FakeVllm, environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Worker:
+        def __init__(self, rank: int):
+            self.rank, self.model = rank, nn.ModuleList([vllm.model(), vllm.mixer(), vllm.gated_norm()])
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    register()
+    module, _, name = stock_decode.WORKER.rpartition(".")
+    built = vars(sys.modules[module])[name](rank=3)
+    assert built.rank == 3 and type(built.model[1]) is vllm.mixer and type(built.model[2]).__name__ == "ExactMixer2RMSNormGated"
+    assert built.model[1].get_state_shape() == ((3, 14), (4, 2, 3)), "no replay state in its page"
+    path = vllm.modules["vllm.v1.attention.backends.registry"].registered["MAMBA2"]
+    assert path == f"{stock_decode.__name__}.StockBackend" and stock_decode.StockBackend.supports_batch_invariance()
+    assert "get_builder_cls" not in vars(stock_decode.StockBackend), "its metadata is vLLM's"
+    with pytest.raises(InputError, match="1 of 1 MambaMixer2 layers are not the plugin's"):
+        layers.replaced_layers(built.model)
 
 
 def test_a_kernel_that_has_chosen_its_tiles_is_refused(vllm: FakeVllm, environment: Any) -> None:
