@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             for arm in arms.values():
                 arm.close()
-    return 0 if result["finished"] else 1
+    return 0 if result["finished"] and not any("error" in leg for leg in result["legs"]) else 1
 
 
 RANKS: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0"}  # without NVLink multicast, which not every host lends
@@ -115,7 +115,7 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
                 leg["tokens_per_second"] = tokens * leg.get("ranks", 1) / leg["seconds"]
                 progress.say(f"{tokens} tokens, pair {pair}, {name}: {leg['seconds'] * 1e3:.1f} ms")
             except LegError as error:
-                leg["error"] = str(error)
+                leg["error"], result["complete"] = str(error), False
                 progress.say(str(error))
                 if error.dead:
                     raise

@@ -37,7 +37,8 @@ class Proof:
     """One run: the two sides, and what has been found so far."""
 
     KEPT = (
-        "policies", "updates", "prompt_lengths", "response_lengths", "mixer_ratios", "mlp_ratios", "control_mismatch", "seconds", "round",
+        "policies", "updates", "prompt_lengths", "response_lengths", "longest", "mixer_ratios", "mlp_ratios", "control_mismatch", "seconds",
+        "round",
     )  # fmt: skip
     """What a checkpoint of the run holds beside the trainer's state."""
 
@@ -50,6 +51,7 @@ class Proof:
         self.updates: list[dict[str, Any]] = []
         self.prompt_lengths: list[int] = []
         self.response_lengths: list[int] = []
+        self.longest = 0  # sequence
         self.mixer_ratios: list[float] = []
         self.mlp_ratios: list[float] = []
         # positions mean nothing to a model without rotary; a sequence's end does
@@ -152,6 +154,7 @@ class Proof:
                 trajectories = s.engine.generate(prompts, s.sampling, self.progress.advance)
             self.prompt_lengths = _range([*self.prompt_lengths, *(len(p.ids) for p in prompts)])
             self.response_lengths = _range([*self.response_lengths, *(len(t.response_ids) for t in trajectories)])
+            self.longest = max(self.longest, *(len(t.prompt_ids) + len(t.response_ids) for t in trajectories))
             rewards = [s.task.reward(t.uid, t.response_ids) for t in trajectories]
             advantage = advantages(trajectories, rewards)
             if self.plant:
@@ -256,11 +259,21 @@ class Proof:
         if total == 1:
             self.progress.advance(1)
 
+    def _unmet(self) -> str | None:
+        """What no sequence met that the family is proven by."""
+        mamba = self.sides.trainer.bundle.config.mamba
+        if mamba is None or self.longest > mamba.shape.chunk:
+            return None
+        return f"vacuous: no sequence is longer than a chunk of {mamba.shape.chunk}, so no state was carried: raise --prompt-tokens"
+
     def _findings(self) -> dict[str, Any]:
         s, c = self.sides, self.config
         status, reason = verdict(
-            self.policies, self.updates, self.mixer_ratios + self.mlp_ratios, c.proxy is not None, self.control_mismatch, self.stopped
-        )
+            self.policies, self.updates, self.mixer_ratios + self.mlp_ratios, c.proxy is not None, self.control_mismatch,
+            self.stopped or self._unmet(),
+        )  # fmt: skip
+        if self.plant and status == "pass":
+            status, reason = "inconclusive", f"the planted {self.plant.kind} changed no logprob that was compared: {reason}"
         return {
             "status": status,
             "reason": reason,

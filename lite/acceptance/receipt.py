@@ -126,7 +126,7 @@ def verdict(
 
     ratios: what each mixer and MLP adds to the residual, by rms. control_mismatch: tokens that differ where the trainer scores theta0
     once more with an error planted; a comparison that does not see that sees nothing. stopped: why the run ended
-    before its last policy, None where it did not.
+    before its last policy, or what none of its sequences met; None otherwise.
     """
     for policy in policies:
         for path in ("score", "actor"):

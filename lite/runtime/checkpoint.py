@@ -28,6 +28,9 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
 
     Raises InputError where root holds this step or a later one: a run that went back would be taken for the one that went on.
     """
+    if keep < 1:
+        raise InputError("keep", f"is {keep}", "keep at least this one")
+    text = json.dumps(facts, indent=1)
     final = root / f"{STEP}{step:08d}"
     if (last := latest(root)) is not None and last.name >= final.name:
         raise InputError(root, f"holds {last.name} already", f"go on from it, or save step {step} elsewhere")
@@ -42,7 +45,7 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
         dcp.save(dict(tensors), storage_writer=writer, no_dist=not _distributed())
     barrier()
     if first_rank():
-        _write(scratch / STATE, json.dumps(facts, indent=1))
+        _write(scratch / STATE, text)
         _flush(scratch)
         os.rename(scratch, final)
         _flush(root)
@@ -55,7 +58,7 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
 
 def whole(root: Path) -> list[Path]:
     """The checkpoints in root, oldest first; what a kill left half-written has another name."""
-    return sorted(path for path in root.glob(f"{STEP}*") if path.suffix != PARTIAL and path.is_dir())
+    return sorted(path for path in root.glob(f"{STEP}{8 * '[0-9]'}") if path.is_dir())
 
 
 def latest(root: Path) -> Path | None:

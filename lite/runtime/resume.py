@@ -10,6 +10,8 @@ from lite.primitive.optimizer.master import MasterAdamW
 from lite.runtime import checkpoint
 from lite.runtime.handle import Handle
 
+FACTS = ("version", "fingerprint", "config", "steps", "schedule", "lr", "ranks", "facts")
+
 
 def save(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path: Path, keep: int, facts: dict[str, Any]) -> Path:
     """See `Runtime.save_checkpoint`."""
@@ -36,6 +38,8 @@ def load(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path
         return None
     assert handle.schedule is not None
     held = checkpoint.read_facts(folder)
+    if missing := [name for name in FACTS if name not in held]:
+        raise InputError(folder, f"is no checkpoint of a trainer: its {checkpoint.STATE} lacks {missing[0]!r}", "resume from another one")
     for key in {*held["config"], *hf_config}:
         if held["config"].get(key) != hf_config.get(key):
             was, now = held["config"].get(key), hf_config.get(key)

@@ -60,6 +60,20 @@ def test_a_plant_without_meaning_for_the_family_proves_nothing(family, kind, tmp
     assert f"{kind} has no meaning for this family" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--layers", 2, "--plant", "qkv-order"), "the planted qkv-order changed no logprob that was compared"),
+        (("--prompt-tokens", "1:3", "--response-tokens", 4), "no sequence is longer than a chunk of 16, so no state was carried"),
+    ],
+    ids=["a plant in a layer that is not there", "no chunk is crossed"],
+)
+def test_a_run_that_did_not_meet_what_it_is_for_proves_nothing(flags, reason, tmp_path, monkeypatch, capsys):
+    """The first two layers are Mamba and experts."""
+    assert mlite(monkeypatch, "prove", "--proxy", "nemotron_h", *SMALL, "--updates", 0, *flags, "--out", tmp_path / "run") == 2
+    assert reason in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("family", "kind"), PLANTED)
 def test_a_planted_error_fails_by_counted_tokens(family, kind, tmp_path, monkeypatch):
     out = tmp_path / "run"

@@ -128,6 +128,25 @@ def test_the_first_export_is_what_an_engine_had_been_given(folder, saved) -> Non
     assert all(same(exported[name], then[name]) for name in exported) and handle.weights.fingerprint() != before
 
 
+def test_what_cannot_be_saved_writes_nothing(folder, tmp_path) -> None:
+    runtime, handle = trainer(folder)
+    with pytest.raises(InputError, match="keep: is 0"):
+        runtime.save_checkpoint(handle, tmp_path, keep=0)
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
+        runtime.save_checkpoint(handle, tmp_path, facts={"reward": torch.ones(1)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_another_name_is_no_checkpoint(folder, tmp_path) -> None:
+    (tmp_path / "step-final").mkdir()
+    runtime, handle = trainer(folder)
+    assert runtime.load_checkpoint(handle, tmp_path) is None
+    assert runtime.save_checkpoint(handle, tmp_path).name == "step-00000000"
+    (tmp_path / "step-00000000" / "state.json").write_text("[]")
+    with pytest.raises(InputError, match="lacks 'version'"):
+        runtime.load_checkpoint(handle, tmp_path)
+
+
 def test_the_last_ones_are_kept(folder, tmp_path) -> None:
     runtime, handle = trainer(folder)
     assert runtime.load_checkpoint(handle, tmp_path) is None, "nothing to resume from yet"
