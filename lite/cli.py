@@ -187,6 +187,7 @@ def replay(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A rollout bundle that a run kept.")],
     model: Annotated[Path, typer.Option(metavar="PATH", help="Checkpoint folder of that run (config.json and safetensors).")],
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="The trainer's checkpoint at the bundle's policy.")] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="Only the first N layers, as that run.")] = None,
     kernels: Annotated[str, typer.Option(metavar="SET", help="reference, or vLLM's: FLASH_ATTN, TRITON_ATTN.")] = "reference",
     token_budget: Annotated[int, typer.Option(metavar="N", help="Tokens of a packed row.")] = 2048,
     seed: Annotated[int, typer.Option(help="Of the packing: who stands beside whom.")] = 0,
@@ -208,7 +209,8 @@ def replay(
 
     _open_json(json_file)
     _one_of("--kernels", kernels, *KERNELS)
-    result = run(ReplayConfig(bundle, model, checkpoint, kernels, token_budget, seed, _one_of("--dtype", dtype, "bf16", "fp32")))
+    _one_of("--dtype", dtype, "bf16", "fp32")
+    result = run(ReplayConfig(bundle, model, checkpoint, layers, kernels, token_budget, seed, dtype))
     for row in result.get("differing", [])[:10]:
         typer.echo("uid {uid}, sample {sample}: {mismatch} tokens differ, the first is {first}: {rollout!r} and {trainer!r}".format(**row))
     _finish(result, json_file, f"{result['status']}: {result['reason']}")
@@ -270,7 +272,7 @@ def main() -> None:
         typer.echo("mlite: interrupted", err=True)
         sys.exit(130)
     except UsageError as error:
-        line = f"{error.format_message()}; see mlite --help"
+        line = f"{error.format_message() or 'no command was given'}; see mlite --help"
     except Exception as error:
         if os.environ.get("MLITE_TRACEBACK") == "1":
             raise

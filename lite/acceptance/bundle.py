@@ -65,9 +65,10 @@ def load_bundle(path: Path) -> tuple[list[Trajectory], str]:
         ]
         if len({(t.uid, t.sample) for t in found}) < len(found):
             raise ValueError("it holds a (uid, sample) twice")
+        meta["fingerprint"], float(meta["temperature"])
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise InputError(path, f"is no rollout bundle ({error})", "give a file that `mlite prove` wrote under rollout/") from None
-    return found, meta.get("temperature", "unknown")
+    return found, meta["temperature"]
 
 
 def bundle_facts(path: Path) -> dict[str, str]:

@@ -23,11 +23,13 @@ KERNELS = ("reference", "FLASH_ATTN", "TRITON_ATTN")
 @dataclass(frozen=True)
 class ReplayConfig:
     """bundle: a file that `mlite prove` wrote under rollout/. model: the checkpoint folder of its run. checkpoint: of the trainer at the
-    bundle's policy, where that is not the model's own (a folder step-N, or one that holds them). seed: of the packing."""
+    bundle's policy, where that is not the model's own (a folder step-N, or one that holds them). layers: of the run, where it took fewer.
+    seed: of the packing."""
 
     bundle: Path
     model: Path
     checkpoint: Path | None = None
+    layers: int | None = None
     kernels: str = "reference"
     token_budget: int = TOKEN_BUDGET
     seed: int = 0
@@ -48,7 +50,9 @@ def replay(c: ReplayConfig) -> dict[str, Any]:
         "trainer": {"fingerprint": handle.weights.fingerprint(), "kernels": c.kernels, "token_budget": c.token_budget, "seed": c.seed},
     }
     if found["trainer"]["fingerprint"] != facts["fingerprint"]:
-        return found | {"status": "inconclusive", "reason": f"{c.model} holds other weights than policy {facts['policy_version']} had"}
+        held = f"{c.checkpoint or c.model} (policy {handle.weights.version}, {c.dtype})"
+        reason = f"{held} holds other weights than policy {facts['policy_version']} had: give its checkpoint and --dtype"
+        return found | {"status": "inconclusive", "reason": reason}
     rollout = pack_rollout(trajectories, float(temperature), c.seed, None, c.token_budget)
     score = runtime.forward_backward(handle, rollout.batches, forward_only=True)
     actor = runtime.forward_backward(handle, rollout.batches, _any_loss)
@@ -73,7 +77,8 @@ def replay(c: ReplayConfig) -> dict[str, Any]:
 def _trainer(c: ReplayConfig) -> tuple[Runtime, Handle]:
     # moments have a place in a checkpoint, so a trainer that is to read one has an optimizer
     optimizer = OptimizerConfig() if c.checkpoint else None
-    backend = MegatronLiteConfig(dtype=c.dtype, optimizer=optimizer)  # type: ignore[arg-type]
+    override = {"num_hidden_layers": c.layers} if c.layers else {}
+    backend = MegatronLiteConfig(dtype=c.dtype, optimizer=optimizer, override=override)  # type: ignore[arg-type]
     runtime = Runtime(RuntimeConfig(hf_path=str(c.model), backend_cfg=backend))
     handle = runtime.build_model(_ops(c.kernels))
     runtime.train_mode(handle)

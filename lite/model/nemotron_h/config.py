@@ -46,7 +46,7 @@ SPELLED = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 
 def read_pattern(hf: Mapping[str, Any]) -> str:
     """A letter a layer. hf: HONOURED as read; both spellings may be there."""
-    names = [SPELLED.get(name) for name in hf["layers_block_type"] or ()]
+    names = [SPELLED.get(str(name)) for name in hf["layers_block_type"] or ()]
     if None in names:
         raise InputError("config.json", f"layers_block_type holds {hf['layers_block_type'][names.index(None)]!r}", f"only {list(SPELLED)}")
     spellings = {spelling for spelling in (hf["hybrid_override_pattern"], "".join(map(str, names))) if spelling}

@@ -53,6 +53,16 @@ def test_any_packing_and_budget_give_the_bundles_bytes(run, monkeypatch, tmp_pat
     assert (result["packed_rows"] == 1) == (budget == 100_000)
 
 
+def test_a_run_of_fewer_layers_is_replayed_with_as_many(run, monkeypatch, tmp_path, capsys) -> None:
+    out, model = tmp_path / "run", ("--model", run["model"])
+    small = ("--groups", 2, "--samples", 2, "--response-tokens", 4, "--updates", 0)
+    assert mlite(monkeypatch, "prove", *model, "--layers", 1, *small, "--out", out) == 0
+    assert mlite(monkeypatch, "replay", out / "rollout" / "theta0.safetensors", *model, "--layers", 1) == 0
+    capsys.readouterr()
+    assert mlite(monkeypatch, "replay", out / "rollout" / "theta0.safetensors", *model) == 2
+    assert "(policy 0, bf16) holds other weights than policy 0 had: give its checkpoint and --dtype" in capsys.readouterr().out
+
+
 def test_a_differing_bit_is_named_by_uid(run, monkeypatch, tmp_path, capsys) -> None:
     trajectories, _ = load_bundle(run["theta0"])
     bits(trajectories[5].logprobs)[7] ^= 1

@@ -235,6 +235,7 @@ def test_both_spellings_of_a_pattern_say_the_same() -> None:
     assert parse(hf | {"layers_block_type": names, "hybrid_override_pattern": "ME*-M*"}) == letters
     refusal(hf | {"layers_block_type": names, "hybrid_override_pattern": "ME*-MM"}, "'hybrid_override_pattern' differs")
     refusal(hf | {"layers_block_type": [*names, "conv"]}, "'conv'")
+    refusal(hf | {"layers_block_type": [*names, {}]}, "holds {}")
     refusal(hf | {"hybrid_override_pattern": "MEX"}, "'X'")
     refusal(hf | {"hybrid_override_pattern": "ME*", "num_hidden_layers": 2}, "num_hidden_layers")
 
