@@ -79,6 +79,8 @@ GATES: tuple[Gate, ...] = (
             "test_mamba_inference.py"),
     _pytest("mamba-kernels", "Mamba-2's kernels keep the contract at that geometry, and their backwards the fp64 formula.",
             "test_vllm_mamba.py"),
+    _pytest("mamba-upstream", "They agree with the references that mamba-ssm and causal-conv1d test theirs with.",
+            "test_upstream_references.py"),
     _pytest("engine-sync", "An update reaches the engine whole, through two syncs in a row, sleep and wake.", "test_engine_sync.py"),
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
