@@ -21,7 +21,7 @@ def claimed(out: Path, go_on: bool) -> Iterator[None]:
         raise InputError("--out", f"{out} is a file", "name a folder")
     entries = list(out.iterdir()) if out.is_dir() else []
     foreign = [e.name for e in entries if e.name not in ours and not e.name.endswith(".partial") and not e.name.startswith(".proxy.")]
-    if foreign or (entries and not {RECEIPT, LOCK} & {e.name for e in entries}):
+    if foreign or (entries and LOCK not in {e.name for e in entries}):
         what = foreign[0] if foreign else entries[0].name
         raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
     try:

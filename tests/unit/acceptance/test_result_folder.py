@@ -42,6 +42,13 @@ def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path, monkeypatch
     assert precious.read_text() == "precious"
 
 
+def test_somebody_elses_receipt_makes_no_run(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "receipt.json").write_text('{"mine": 1}')
+    assert mlite(monkeypatch, *RUN, "--out", tmp_path / "mine") == 2
+    assert (tmp_path / "mine" / "receipt.json").read_text() == '{"mine": 1}'
+
+
 def test_what_a_killed_run_left_does_not_block_the_next(earlier, monkeypatch):
     (earlier / "receipt.json.partial").write_text("{")
     (earlier / ".proxy.abc123").mkdir()
