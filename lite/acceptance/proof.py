@@ -102,6 +102,8 @@ class Proof:
         if held is None:
             self.progress.note("no checkpoint to resume from: starting at theta0")
             return 0
+        if held["weights_sha256"] != self.weights_sha256:
+            raise InputError("--resume", f"{s.folder} holds other weights than the run began with", "put those back, or start another run")
         if (here := environment(s.trainer.device, {})) != held["environment"]:
             other = [f"{key} = {value}, not {here[key]}" for key, value in held["environment"].items() if here[key] != value]
             raise InputError("--resume", f"the run had {'; '.join(other)}", "resume it where it was, or start another run")
@@ -120,7 +122,7 @@ class Proof:
             return
         s = self.sides
         found = {name: vars(self)[name] for name in self.KEPT}
-        here = {"closure": closure(), "environment": environment(s.trainer.device, {})}
+        here = {"closure": closure(), "weights_sha256": self.weights_sha256, "environment": environment(s.trainer.device, {})}
         facts = here | {"found": found, "counters": asdict(s.engine.counters)}
         with self._timed("checkpoint", 1):
             s.runtime.save_checkpoint(s.trainer, self.config.out / CHECKPOINTS, keep=2, facts=facts)

@@ -20,14 +20,20 @@ def can_go_on(c: ProveConfig) -> bool:
         if held.get(flag) != asked[flag]:
             raise InputError("--resume", f"the run had {flag} = {held.get(flag)}, not {asked[flag]}", "give the same flags")
     receipt = read_json(c.out / RECEIPT)
-    if receipt["status"] == "fail" or (c.out / FAILING).exists():
-        raise InputError("--resume", f"{c.out} failed, and going on would hide it ({receipt['reason']})", "start a run in another folder")
+    if receipt.get("status") == "fail" or (c.out / FAILING).exists():
+        reason = receipt.get("reason")
+        raise InputError("--resume", f"{c.out} failed, and going on would hide it ({reason})", "start a run in another folder")
+    if (count := len(receipt.get("policies", ()))) > c.updates + 1:
+        raise InputError("--resume", f"{c.out} holds {count} policies, more than --updates {c.updates} asks for", "raise it")
     last = checkpoint.latest(c.out / CHECKPOINTS)
     if last is None:
         return False
     held = checkpoint.read_facts(last)
-    if held["version"] > c.updates:
-        raise InputError("--resume", f"{last} lies past --updates {c.updates}", f"give at least {held['version']}")
-    if changed := changed_sources(held["facts"]["closure"], ROOT):
+    version, facts = held.get("version"), held.get("facts")
+    if not isinstance(version, int) or not isinstance(facts, dict) or "closure" not in facts:
+        raise InputError(last, "is no checkpoint of a proof", "delete it to go on from the one before, or start another run")
+    if version > c.updates:
+        raise InputError("--resume", f"{last} lies past --updates {c.updates}", f"give at least {version}")
+    if changed := changed_sources(facts["closure"], ROOT):
         raise InputError("--resume", f"{changed[0]} has changed since {last.name}", "go back to those sources, or start another run")
     return True

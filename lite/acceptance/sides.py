@@ -1,5 +1,6 @@
 """The two sides of a proof: a trainer, and an engine with a model of its own, each loading the same checkpoint by itself."""
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class ProveConfig:
 
 def same_run(c: ProveConfig) -> dict[str, str]:
     """What may not change between a run and its resumption: everything but where it stops and how often it saves."""
-    return {f.name: str(getattr(c, f.name)) for f in fields(c) if f.name not in ("out", "updates", "resume", "save_every")}
+    flags = {f.name: str(getattr(c, f.name)) for f in fields(c) if f.name not in ("out", "updates", "resume", "save_every")}
+    return flags | ({"prompts": f"{c.prompts}, sha256 {hashlib.sha256(c.prompts.read_bytes()).hexdigest()}"} if c.prompts else {})
 
 
 @dataclass

@@ -95,13 +95,16 @@ def nothing(facts: dict) -> None:
     [
         (("--seed", 1), nothing, "--resume: the run had seed = 0, not 1"),
         (("--response-tokens", 7), nothing, "--resume: the run had response_tokens = 6, not 7"),
-        (("--updates", 1), nothing, "step-00000002 lies past --updates 1; give at least 2"),
+        (("--updates", 1), nothing, "holds 3 policies, more than --updates 1 asks for"),
+        ((), lambda facts: facts.update(version="x"), "is no checkpoint of a proof"),
+        ((), lambda facts: facts.pop("facts"), "is no checkpoint of a proof"),
+        ((), lambda facts: facts["facts"].update(weights_sha256="0" * 64), "holds other weights than the run began with"),
         ((), other_source, "lite/acceptance/proof.py has changed since step-00000002"),
         ((), other_machine, "the run had torch = 2.0, not"),
         ((), lambda facts: facts["steps"].clear(), "no steps of the optimizer"),
         ((), lambda facts: facts.update(fingerprint="0" * 64), "the weights are not those that were saved"),
     ],
-    ids=["seed", "response tokens", "fewer updates", "sources", "torch", "steps", "weights"],
+    ids=["seed", "response tokens", "fewer updates", "version", "no facts", "model", "sources", "torch", "steps", "weights"],
 )
 def test_a_refused_resumption_leaves_the_run_as_it_was(begun, tmp_path, monkeypatch, capsys, flags, state, message: str) -> None:
     out = Path(shutil.copytree(begun, tmp_path / "run"))
