@@ -111,7 +111,8 @@ def compare(
         raise InputError("compare", f"{left} and {right} hold no policy of the same name", "compare runs of the same length")
     result: dict[str, Any] = {"status": "pass", "policies": {}}
     for a, b in pairs:
-        (one, heat), (other, other_heat) = load_bundle(lefts[a]), load_bundle(rights[b])
+        (one, facts), (other, other_facts) = load_bundle(lefts[a]), load_bundle(rights[b])
+        heat, other_heat = facts["temperature"], other_facts["temperature"]
         found = compare_bundles(one, other)
         result["policies"][a] = found.as_dict() | {"temperature": [heat, other_heat]}
         result["status"] = result["status"] if found.exact and heat == other_heat else "fail"

@@ -49,8 +49,9 @@ def rollout_sha256(trajectories: Sequence[Trajectory]) -> str:
     return digest.hexdigest()
 
 
-def load_bundle(path: Path) -> tuple[list[Trajectory], str]:
-    """-> (trajectories, the temperature they were sampled at). InputError for a file that is no rollout bundle."""
+def load_bundle(path: Path) -> tuple[list[Trajectory], dict[str, str]]:
+    """-> (trajectories, metadata: policy_version, fingerprint of the weights that the engine held, temperature, uids). InputError for a
+    file that is no rollout bundle."""
     try:
         with safe_open(path, framework="pt") as file:
             meta, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -68,14 +69,7 @@ def load_bundle(path: Path) -> tuple[list[Trajectory], str]:
         meta["fingerprint"], float(meta["temperature"])
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise InputError(path, f"is no rollout bundle ({error})", "give a file that `mlite prove` wrote under rollout/") from None
-    return found, meta["temperature"]
-
-
-def bundle_facts(path: Path) -> dict[str, str]:
-    """A bundle's metadata: policy_version, fingerprint (of the weights that the engine held), temperature, uids."""
-    load_bundle(path)
-    with safe_open(path, framework="pt") as file:
-        return dict(file.metadata())
+    return found, meta
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from lite.acceptance.bundle import rollout_sha256, save_bundle
 from lite.acceptance.grpo import advantages, reward_trend
 from lite.acceptance.plants import Plant, find_plant
 from lite.acceptance.progress import Progress
-from lite.acceptance.receipt import closure, environment, kernel_sources, verdict, weights_sha256
-from lite.acceptance.result_folder import CHECKPOINTS, FAILING, ROLLOUT, SCORES
+from lite.acceptance.receipt import environment, kernel_sources, verdict, weights_sha256
+from lite.acceptance.result_folder import FAILING, ROLLOUT, SCORES
+from lite.acceptance.resumption import load, save
 from lite.acceptance.scoring import (
     BranchMagnitude,
     PackedRollout,
@@ -97,22 +98,13 @@ class Proof:
 
     def _resumed(self) -> int:
         """Takes up the latest checkpoint of an earlier call. -> the policy to go on with, 0 where there is none yet."""
-        s = self.sides
-        held = s.runtime.load_checkpoint(s.trainer, self.config.out / CHECKPOINTS)
+        held = load(self.sides, self.config.out, self.weights_sha256)
         if held is None:
             self.progress.note("no checkpoint to resume from: starting at theta0")
             return 0
-        if held["weights_sha256"] != self.weights_sha256:
-            raise InputError("--resume", f"{s.folder} holds other weights than the run began with", "put those back, or start another run")
-        if (here := environment(s.trainer.device, {})) != held["environment"]:
-            other = [f"{key} = {value}, not {here[key]}" for key, value in held["environment"].items() if here[key] != value]
-            raise InputError("--resume", f"the run had {'; '.join(other)}", "resume it where it was, or start another run")
         vars(self).update(held["found"])
-        vars(s.engine.counters).update(held["counters"])
-        version = s.trainer.weights.require()
-        for path in [path for name in (ROLLOUT, SCORES) for path in (self.config.out / name).glob("theta*.safetensors")]:
-            if int(path.stem.removeprefix("theta")) >= version:  # made again, if this run comes to it
-                path.unlink()
+        vars(self.sides.engine.counters).update(held["counters"])
+        version = self.sides.trainer.weights.require()
         self.progress.note(f"resumed at theta{version}")
         return version
 
@@ -120,12 +112,9 @@ class Proof:
         """A checkpoint of trainer and findings every save_every updates."""
         if version % self.config.save_every:
             return
-        s = self.sides
         found = {name: vars(self)[name] for name in self.KEPT}
-        here = {"closure": closure(), "weights_sha256": self.weights_sha256, "environment": environment(s.trainer.device, {})}
-        facts = here | {"found": found, "counters": asdict(s.engine.counters)}
         with self._timed("checkpoint", 1):
-            s.runtime.save_checkpoint(s.trainer, self.config.out / CHECKPOINTS, keep=2, facts=facts)
+            save(self.sides, self.config.out, self.weights_sha256, found)
 
     def _must_stop(self, k: int) -> bool:
         """At the first mismatch that nobody planted or asked for. The policy is kept: its rollout can be replayed."""

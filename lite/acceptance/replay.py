@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lite.acceptance.bundle import bundle_facts, load_bundle
+from lite.acceptance.bundle import load_bundle
 from lite.acceptance.receipt import SCHEMA, closure, environment, git_state
 from lite.acceptance.scoring import TOKEN_BUDGET, PackedRollout, compare_path, pack_rollout
 from lite.errors import InputError
@@ -39,21 +39,20 @@ class ReplayConfig:
 def replay(c: ReplayConfig) -> dict[str, Any]:
     """-> the result: status, both paths as in a receipt, and what differs by UID. "inconclusive" where the trainer holds other weights than
     those that the bundle was sampled from: then equal bytes would be a wonder, and unequal ones no error."""
-    trajectories, temperature = load_bundle(c.bundle)
-    facts = bundle_facts(c.bundle)
+    trajectories, facts = load_bundle(c.bundle)
     if c.token_budget < 1:
         raise InputError("--token-budget", f"{c.token_budget} is not positive", "raise it")
     runtime, handle = _trainer(c)
     found: dict[str, Any] = {
         "schema": SCHEMA,
-        "bundle": {"policy_version": int(facts["policy_version"]), "fingerprint": facts["fingerprint"], "temperature": temperature},
+        "bundle": {name: facts[name] for name in ("fingerprint", "temperature")} | {"policy_version": int(facts["policy_version"])},
         "trainer": {"fingerprint": handle.weights.fingerprint(), "kernels": c.kernels, "token_budget": c.token_budget, "seed": c.seed},
     }
     if found["trainer"]["fingerprint"] != facts["fingerprint"]:
         held = f"{c.checkpoint or c.model} (policy {handle.weights.version}, {c.dtype})"
         reason = f"{held} holds other weights than policy {facts['policy_version']} had: give its checkpoint and --dtype"
         return found | {"status": "inconclusive", "reason": reason}
-    rollout = pack_rollout(trajectories, float(temperature), c.seed, None, c.token_budget)
+    rollout = pack_rollout(trajectories, float(facts["temperature"]), c.seed, None, c.token_budget)
     score = runtime.forward_backward(handle, rollout.batches, forward_only=True)
     actor = runtime.forward_backward(handle, rollout.batches, _any_loss)
     paths = {

@@ -1,11 +1,16 @@
-"""Whether a run may be taken up again: only the same run, of the same sources, in which nothing was found wrong.
+"""Long runs: what a checkpoint of one holds, and whether a run may be taken up again: only the same run, of the same sources, in which
+nothing was found wrong.
 
 All of it is asked before anything is written, so a refused resumption leaves what it would have continued as it was.
 """
 
-from lite.acceptance.receipt import ROOT, changed_sources
-from lite.acceptance.result_folder import CHECKPOINTS, FAILING, RECEIPT, RUN
-from lite.acceptance.sides import ProveConfig, same_run
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lite.acceptance.receipt import ROOT, changed_sources, closure, environment
+from lite.acceptance.result_folder import CHECKPOINTS, FAILING, RECEIPT, ROLLOUT, RUN, SCORES
+from lite.acceptance.sides import ProveConfig, Sides, same_run
 from lite.errors import InputError
 from lite.primitive.ckpt.safetensors_files import read_json
 from lite.runtime import checkpoint
@@ -37,3 +42,26 @@ def can_go_on(c: ProveConfig) -> bool:
     if changed := changed_sources(facts["closure"], ROOT):
         raise InputError("--resume", f"{changed[0]} has changed since {last.name}", "go back to those sources, or start another run")
     return True
+
+
+def save(s: Sides, out: Path, weights_sha256: str, found: dict[str, Any]) -> None:
+    """A checkpoint of the trainer with the run's findings; the last two are kept. weights_sha256: of the model that the run began with."""
+    here = {"closure": closure(), "weights_sha256": weights_sha256, "environment": environment(s.trainer.device, {})}
+    s.runtime.save_checkpoint(s.trainer, out / CHECKPOINTS, keep=2, facts=here | {"found": found, "counters": asdict(s.engine.counters)})
+
+
+def load(s: Sides, out: Path, weights_sha256: str) -> dict[str, Any] | None:
+    """Takes up the latest checkpoint. -> what `save` was given; None where there is none yet. Rollouts of its policy and later ones are
+    deleted: they are made again, if the run comes to them."""
+    held = s.runtime.load_checkpoint(s.trainer, out / CHECKPOINTS)
+    if held is None:
+        return None
+    if held["weights_sha256"] != weights_sha256:
+        raise InputError("--resume", f"{s.folder} holds other weights than the run began with", "put those back, or start another run")
+    if (here := environment(s.trainer.device, {})) != held["environment"]:
+        other = [f"{key} = {value}, not {here[key]}" for key, value in held["environment"].items() if here[key] != value]
+        raise InputError("--resume", f"the run had {'; '.join(other)}", "resume it where it was, or start another run")
+    for path in [path for name in (ROLLOUT, SCORES) for path in (out / name).glob("theta*.safetensors")]:
+        if int(path.stem.removeprefix("theta")) >= s.trainer.weights.require():
+            path.unlink()
+    return held

@@ -26,8 +26,8 @@ def write(path, rows):
 
 def test_a_bundle_comes_back_as_it_was(tmp_path):
     rows = trajectories()
-    back, temperature = load_bundle(write(tmp_path / "a.safetensors", rows))
-    assert temperature == "0.6"
+    back, facts = load_bundle(write(tmp_path / "a.safetensors", rows))
+    assert facts["temperature"] == "0.6"
     for one, other in zip(rows, back, strict=True):
         assert replace(one, logprobs=None) == replace(other, logprobs=None)
         assert torch.equal(bits(one.logprobs), bits(other.logprobs))
