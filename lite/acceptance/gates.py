@@ -85,6 +85,7 @@ GATES: tuple[Gate, ...] = (
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
             "test_two_gpus.py"),
+    _pytest("fsdp-engine", "Both ranks of a sharded trainer agree with vLLM at every policy.", "test_two_gpus_engine.py"),
 )  # fmt: skip
 
 

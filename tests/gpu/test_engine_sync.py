@@ -1,6 +1,6 @@
 """On a Hopper GPU: an update reaches vLLM whole, twice in a row too, through sleep and wake, for a tied head and a temperature below 1.
 
-    python -m pytest tests/gpu/test_engine_sync.py -m gpu        # with vLLM 0.26 and this package's wheel installed
+python -m pytest tests/gpu/test_engine_sync.py -m gpu        # with vLLM 0.26 and this package's wheel installed
 """
 
 import importlib.util
