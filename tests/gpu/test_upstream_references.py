@@ -38,8 +38,10 @@ def ops():
     os.environ.update(VLLM_BATCH_INVARIANT="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm.model_executor.layers.batch_invariant import init_batch_invariance
 
+    from lite.primitive.kernels.vjp.mamba import scan_backward
     from lite.primitive.ops.bridges import vllm_ops
 
+    scan_backward()  # before a test imports mamba_ssm's references: its deterministic mode is chosen by the first import
     init_batch_invariance()
     return vllm_ops("FLASH_ATTN")
 
@@ -95,7 +97,7 @@ def test_a_packed_scan_is_mamba_ssms(ops, lengths: list[int], heads: int, groups
     ours = [drawn(generator, total, sum(sizes)), drawn(generator, total, heads), drawn(generator, heads), bias]
     A = -torch.exp(1.4 * torch.rand(heads, generator=generator)).to(DEVICE)  # from -9 on its reference overflows before it masks
     y = ops.ssd_scan(ours[0], ours[1], A, ours[2], ours[3], None, Seqlens.of(lengths, lengths, DEVICE), shape)[0]
-    theirs = [t.detach().double().requires_grad_() for t in ours]
+    theirs = [t.detach().cpu().double().requires_grad_() for t in ours]  # vLLM's batch-invariant bmm on the GPU knows no fp64
     xbc, dt, D, dt_bias = theirs
     pieces = []
     for rows, steps in zip(xbc.split(lengths), dt.split(lengths), strict=True):
@@ -103,16 +105,16 @@ def test_a_packed_scan_is_mamba_ssms(ops, lengths: list[int], heads: int, groups
         parts = F.pad(rows, (0, 0, 0, more)).split(sizes, dim=1)
         x, b, c = (part.unflatten(1, (n, -1))[None] for part, n in zip(parts, (heads, groups, groups), strict=True))
         steps = F.pad(steps, (0, 0, 0, more))[None]
-        whole = ssd_chunk_scan_combined_ref(x, steps, A.double(), b, c, shape.chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
+        whole = ssd_chunk_scan_combined_ref(x, steps, A.cpu().double(), b, c, shape.chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
         pieces.append(whole[0].flatten(1)[: len(rows)])
     want = torch.cat(pieces)
-    assert relative_l2(y.detach(), want.detach()) < SCAN_LIMIT
+    assert relative_l2(y.detach().cpu(), want.detach()) < SCAN_LIMIT
 
     dy = drawn(generator, *y.shape).detach()
-    found = torch.autograd.grad(y, ours, dy), torch.autograd.grad(want, theirs, dy.to(want.dtype))
+    found = torch.autograd.grad(y, ours, dy), torch.autograd.grad(want, theirs, dy.cpu().double())
     for leaf, got, right in zip(("xbc", "dt", "D", "dt_bias"), *found, strict=True):
         limit = 3 * SCAN_LIMIT if leaf.startswith("dt") else SCAN_LIMIT  # sums that nearly cancel
-        assert relative_l2(got, right) < limit, (leaf, relative_l2(got, right))
+        assert relative_l2(got.cpu(), right) < limit, (leaf, relative_l2(got.cpu(), right))
 
 
 @pytest.mark.parametrize("groups", [1, 8])

@@ -96,14 +96,14 @@ class FakeModel(nn.Module):
         return (parameter.flatten(0, 1) if "routed_experts" in whole else parameter)[start : start + count]
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
-        """The decay's loader copies what it is given and then transforms what it holds."""
+        """The decay's loader copies what it is given and then transforms what it holds; stacks of experts are named without their module."""
         loaded = set()
         for hf, tensor in tensors:
             rows = self.rows(hf, len(tensor))
             rows.copy_(tensor)
             if hf.endswith("A_log"):
                 rows.copy_(-torch.exp(rows.float()))
-            loaded.add(self.places[hf][0])
+            loaded.add(self.places[hf][0].replace(".experts.routed_experts.", ".experts."))
         return loaded
 
 

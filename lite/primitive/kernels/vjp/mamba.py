@@ -38,7 +38,7 @@ def _sequence_of_rows(cu: Tensor, rows: int) -> Tensor:
 
 def ssd_scan(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     """The recurrence's adjoint; gradients of A, D and dt_bias are sums over all rows, in fp32."""
-    backward = _mamba_backward()
+    backward = scan_backward()
     xbc, dt, shape, dy = values["xbc"], values["dt"], values["shape"], d["y"]
     assert dy is not None and values["boundary"] is None
     rows, states = xbc.shape[0], shape.groups * shape.state
@@ -55,12 +55,16 @@ def ssd_scan(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     return {name: grad for name, grad in found.items() if name in needs}
 
 
-def _mamba_backward() -> Any:
+def scan_backward() -> Any:
     """mamba_ssm's backward of the scan in its deterministic mode, which it reads from the environment: when it is imported, to take one
-    configuration of each kernel in place of those that it would time, and in each call, to sum without atomics."""
+    configuration of each kernel in place of those that it would time, and in each call, to sum without atomics. vLLM's import has asked
+    Triton to keep timings on disk, for which mamba_ssm would time its kernels in that mode too."""
     os.environ["MAMBA_DETERMINISTIC"] = "1"
+    cached = os.environ.pop("TRITON_CACHE_AUTOTUNING", None)
     from mamba_ssm.ops.triton import ssd_combined
 
+    if cached is not None:
+        os.environ["TRITON_CACHE_AUTOTUNING"] = cached
     if len(ssd_combined._chunk_scan_chunk_state_bwd_dx_kernel.configs) != 1:
         raise InputError("mamba_ssm", "was imported outside its deterministic mode", "set MAMBA_DETERMINISTIC=1 before it is imported")
     return ssd_combined._mamba_chunk_scan_combined_bwd
