@@ -57,8 +57,8 @@ class FsdpConfig:
     shard                  auto: over the ranks of the process group where there is one of several; always: over one rank, too
     reshard_after_forward  a layer's gathered weights are freed after its forward and gathered again for its backward
     recompute              a layer keeps its inputs only and runs again in backward
-    param_offload          shards of masters, gradients and moments rest on the CPU, and the step runs there; needs sharding, and a CPU
-                           backend in the process group (cpu:gloo,cuda:nccl)
+    param_offload          shards of masters, gradients and moments rest on the CPU and visit the GPU; needs sharding, and a CPU backend in
+                           the process group (cpu:gloo,cuda:nccl)
     optimizer_offload      moments (unsharded: masters too) rest on the CPU between steps
     """
 

@@ -177,7 +177,7 @@ class Runtime:
         optimizer, offload = self._optimizer(handle), self.config.backend_cfg.fsdp.optimizer_offload
         if offload:
             optimizer.to(handle.device)
-        done, norm, zeros = optimizer.step()
+        done, norm, zeros = optimizer.step(handle.device)
         if done:
             handle.weights.deploy(optimizer.masters, handle.weights.require() + 1)
         if offload:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
+from torch.optim.adamw import adamw
 
 from lite.errors import InputError
 
@@ -44,9 +45,10 @@ class MasterAdamW:
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
 
-    def step(self) -> tuple[bool, float, int]:
+    def step(self, device: torch.device) -> tuple[bool, float, int]:
         """One update of the masters from the parameters' gradients. -> (done, gradient norm before clipping, zero elements).
 
+        device: where it is computed. What rests elsewhere visits it tensor by tensor, so that where a run keeps its state changes no bit.
         A norm that is not finite leaves masters and moments as they were: done is False.
         """
         for name, p in self.parameters.items():
@@ -54,13 +56,34 @@ class MasterAdamW:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads:
             raise InputError("optimizer", "no parameter has a gradient", "run forward_backward with a loss first")
-        norm, zeros = _norm_and_zeros(grads)
+        norm, zeros = _norm_and_zeros(grads, device)
         if not math.isfinite(norm):
             return False, norm, zeros
         if self.clip_grad > 0:
             nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.clip_grad, torch.tensor(norm, device=grads[0].device))
-        self.adamw.step()
+        if grads[0].device.type == device.type:
+            self.adamw.step()
+        else:
+            self._step_on(device)
         return True, norm, zeros
+
+    @torch.no_grad()
+    def _step_on(self, device: torch.device) -> None:
+        """As `adamw.step` with tensors of that device: what torch runs for shards, one by one."""
+        if not self.adamw.state:
+            self.set_steps({name: 0 for name, master in self.masters.items() if master.grad is not None})
+        for group in self.adamw.param_groups:
+            beta1, beta2 = group["betas"]
+            for master in (m for m in group["params"] if m.grad is not None):
+                state = self.adamw.state[master]
+                held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], master.grad)]
+                m, exp_avg, exp_avg_sq, grad = visiting = [t.to(device, non_blocking=True) for t in held]
+                adamw(
+                    [m], [grad], [exp_avg], [exp_avg_sq], [], [state["step"]], foreach=False, amsgrad=False, beta1=beta1, beta2=beta2,
+                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+                for there, here in zip(held[:3], visiting[:3], strict=True):
+                    there.copy_(here)
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments by name, the objects themselves: what a checkpoint holds. What no step has reached has no moments."""
@@ -94,16 +117,17 @@ class MasterAdamW:
             p.grad = self.masters[name].grad = None
 
 
-def _norm_and_zeros(grads: list[Tensor]) -> tuple[float, int]:
-    """L2 norm over all gradients, and how many of their elements are 0; of shards: over all ranks."""
-    norm = nn.utils.get_total_norm(grads)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    zeros = sum(g.numel() - int(g.count_nonzero()) for g in local)
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _norm_and_zeros(grads: list[Tensor], device: torch.device) -> tuple[float, int]:
+    """L2 norm over all gradients, and how many of their elements are 0; of shards: over all ranks. Computed on that device."""
+    norm = torch.linalg.vector_norm(torch.stack([nn.utils.get_total_norm([g.to(device)]) for g in grads]))
+    zeros = sum(g.numel() - int(g.count_nonzero()) for g in map(_local, grads))
     if isinstance(norm, DTensor):
-        mesh = norm.device_mesh
-        # the ranks may talk on the GPU only, where offloaded gradients are not
-        norm = norm.to(mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-        zeros = int(DTensor.from_local(torch.tensor(zeros, device=mesh.device_type), mesh, [Partial()]).full_tensor())
+        counted = DTensor.from_local(torch.tensor(zeros, device=device), norm.device_mesh, [Partial()])
+        norm, zeros = norm.full_tensor(), int(counted.full_tensor())
     return float(norm), zeros
 
 

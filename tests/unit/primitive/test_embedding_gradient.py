@@ -65,5 +65,5 @@ def test_masters_step_from_the_fp32_gradient() -> None:
     module, optimizer = trained_embedding()
     out = module(torch.full((TIMES,), ID))
     out.backward(torch.ones_like(out))
-    done, norm, zeros = optimizer.step()
+    done, norm, zeros = optimizer.step(torch.device("cpu"))
     assert done and norm == 2 * TIMES and zeros == 7 * 4  # four columns of 1,000

@@ -96,7 +96,7 @@ class FakeModel(nn.Module):
         return (parameter.flatten(0, 1) if "routed_experts" in whole else parameter)[start : start + count]
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
-        """The decay's loader copies what it is given and then transforms what it holds; stacks of experts are named without their module."""
+        """The decay's loader transforms what it holds after copying; stacks of experts are named without the module that holds them."""
         loaded = set()
         for hf, tensor in tensors:
             rows = self.rows(hf, len(tensor))
