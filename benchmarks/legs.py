@@ -159,13 +159,18 @@ def environment(argv: Sequence[str]) -> dict[str, Any]:
             return None
 
     return {
-        "command": list(argv),
+        "command": ["python", "-m", f"benchmarks.{Path(argv[0]).stem}", *argv[1:]],
         "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {package: installed(package) for package in PACKAGES},
         "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
+
+
+def described(spec: dict[str, Any]) -> dict[str, Any]:
+    """A worker's spec as the result keeps it: without a path of this machine."""
+    return {key: value for key, value in spec.items() if key != "folder"}
 
 
 def write_proxy_apart(family: str, folder: Path, *, geometry: str, layers: int, dtype: str, seed: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.legs import serve
+from benchmarks.legs import described, serve
 
 Generate = Callable[[list[tuple[int, ...]], int, int], int]
 """(prompts, tokens to generate for each, seed) -> tokens generated in all."""
@@ -113,7 +113,7 @@ def build(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any
         "device": torch.cuda.get_device_name(),
         "options": options(llm),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_", "MLITE_", "CUBLAS"))},
-        "spec": spec,
+        "spec": described(spec),
     }
     return facts, commands(llm, generator(llm), spec)
 

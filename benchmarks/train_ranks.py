@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.legs import serve
+from benchmarks.legs import described, serve
 from benchmarks.packed import packed_batch
 from benchmarks.profiles import synchronize
 from benchmarks.train_worker import exact_kernels
@@ -96,7 +96,7 @@ def build(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any
         return leg(**command)
 
     name = torch.cuda.get_device_name() if spec["device"] == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "weight_gradients": ["torch.float32"], "spec": spec}, handle
+    return {"device": name, "torch": torch.__version__, "weight_gradients": ["torch.float32"], "spec": described(spec)}, handle
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.legs import serve
+from benchmarks.legs import described, serve
 from benchmarks.native_mamba_moe import sequence_of_rows
 from benchmarks.native_ops import NativeOps, packed_attention
 from benchmarks.packed import packed_batch
@@ -170,7 +170,7 @@ def build(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any
 
     gradients = sorted({str(p.grad_dtype or p.dtype) for p in model.parameters()})
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "weight_gradients": gradients, "spec": spec}, handle
+    return {"device": name, "torch": torch.__version__, "weight_gradients": gradients, "spec": described(spec)}, handle
 
 
 if __name__ == "__main__":

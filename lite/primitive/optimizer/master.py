@@ -79,7 +79,7 @@ class MasterAdamW:
                 held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], master.grad)]
                 m, exp_avg, exp_avg_sq, grad = visiting = [t.to(device, non_blocking=True) for t in held]
                 adamw(
-                    [m], [grad], [exp_avg], [exp_avg_sq], [], [state["step"]], foreach=False, amsgrad=False, beta1=beta1, beta2=beta2,
+                    [m], [grad], [exp_avg], [exp_avg_sq], [], [state["step"]], amsgrad=False, beta1=beta1, beta2=beta2,
                     lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 )  # fmt: skip
                 for there, here in zip(held[:3], visiting[:3], strict=True):
