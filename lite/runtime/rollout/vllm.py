@@ -12,10 +12,9 @@ from torch import Tensor
 from lite.errors import InputError, ProbeError
 from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.hf_weights import fingerprint
-from lite.primitive.ckpt.spec import parts
 from lite.primitive.compare import bits
 from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
-from lite.runtime.rollout.vllm_weights import held
+from lite.runtime.rollout.vllm_weights import Rows, held, weight_rows
 
 # functions may be sent to the worker; nothing is fetched or reported
 ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -117,10 +116,7 @@ class VllmEngine:
             enable_sleep_mode=sleep_mode,
             hybrid=hybrid,
         )
-        self.weight_parts = [
-            (p.hf, p.start, _rows(bundle, p.native) if p.stop is None else p.stop)
-            for p in parts(bundle.weights, bundle.config, bundle.layers)
-        ]
+        self.weight_rows = weight_rows(bundle)
         self.vocab_size = bundle.config.vocab_size
         self.max_model_len = max_model_len
         self.llm.collective_rpc(_set_version, args=(0,))
@@ -191,10 +187,10 @@ class VllmEngine:
         return found
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self.llm.collective_rpc(_load, args=(list(tensors), [hf for hf, _, _ in self.weight_parts], version))
+        self.llm.collective_rpc(_load, args=(list(tensors), [hf for hf, _, _ in self.weight_rows], version))
 
     def fingerprint(self) -> str:
-        return self.llm.collective_rpc(_fingerprint, args=(self.weight_parts,))[0]
+        return self.llm.collective_rpc(_fingerprint, args=(self.weight_rows,))[0]
 
     def sleep(self, level: int = 1) -> None:
         """Frees the device: level 1 keeps the weights on the host, level 2 drops them. Needs sleep_mode."""
@@ -211,10 +207,6 @@ class VllmEngine:
 
 
 PAGE = 16
-
-
-def _rows(bundle: ModelBundle, native: str) -> int:
-    return bundle.module.get_parameter(native).shape[0]
 
 
 # What follows runs inside a worker.
@@ -254,8 +246,8 @@ def _load(worker: Any, tensors: list[tuple[str, Tensor]], expected: list[str], v
     worker.mlite_policy_version = version
 
 
-def _fingerprint(worker: Any, weight_parts: list[tuple[str, int, int]]) -> str:
-    return fingerprint(held(worker.get_model(), weight_parts))
+def _fingerprint(worker: Any, rows: list[Rows]) -> str:
+    return fingerprint(held(worker.get_model(), rows))
 
 
 def _rotary_tables(worker: Any) -> list[Tensor]:

@@ -1,0 +1,52 @@
+"""verl's jagged batches as packed rows, and scores back. Nothing is padded on the way."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lite.runtime.batch import PackedBatch
+
+
+def pack(micro: TensorDict) -> PackedBatch:
+    """One row of a micro-batch's sequences. input_ids: nested [B, j]. temperature: one for all or [B]. See `scored`."""
+    ids, offsets = micro["input_ids"].values(), micro["input_ids"].offsets()
+    lengths = offsets.diff()
+    temperature: Any = micro.get("temperature", 1.0)
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        temperature = torch.repeat_interleave(temperature.float(), lengths)
+    return PackedBatch(ids, torch.roll(ids, -1), tuple(lengths.tolist()), scored(micro), temperature=_plain(temperature))
+
+
+def scored(micro: TensorDict) -> Tensor:
+    """[T] bool: the rows whose next token verl reads a logprob of. In RL these are all of a response's tokens, whatever its mask says of
+    them (`no_padding_2_padding` slices them out); in SFT those that loss_mask, as long as the sequence, marks."""
+    offsets = micro["input_ids"].offsets()
+    rows = torch.arange(len(micro["input_ids"].values()), device=offsets.device)
+    if "responses" in micro:
+        ends = torch.repeat_interleave(offsets[1:], offsets.diff())
+        lengths = torch.repeat_interleave(response_lengths(micro).to(offsets), offsets.diff())
+        mask = (rows >= ends - lengths - 1) & (rows < ends - 1)
+    else:
+        mask = torch.roll(micro["loss_mask"].values().bool(), -1)
+        mask[offsets[1:] - 1] = False
+    if not mask.any():
+        mask[0] = True  # verl's losses multiply by their own mask, and a micro-batch without a marked token is theirs to weigh
+    return mask
+
+
+def response_lengths(data: TensorDict) -> Tensor:
+    """[B]; prompts and responses are nested, or padded with an attention_mask over both."""
+    if data["responses"].is_nested:
+        return data["responses"].offsets().diff()
+    return data["attention_mask"][:, data["prompts"].shape[1] :].sum(1)
+
+
+def jagged(values: Tensor, micro: TensorDict) -> Tensor:
+    """[T] as a nested tensor of the micro-batch's sequences."""
+    return torch.nested.nested_tensor_from_jagged(values, micro["input_ids"].offsets())
+
+
+def _plain(temperature: Any) -> float | Tensor:
+    return temperature if isinstance(temperature, Tensor) and temperature.ndim else float(temperature)

@@ -1,0 +1,1 @@
+"""Hydra groups, found by `hydra.searchpath=[pkg://verl_mlite.config]`."""
