@@ -1,4 +1,4 @@
-"""What verl's own diagnostics cannot say: how many logprobs differ in a byte, over how many tokens, and whether the samples were distinct."""
+"""What verl's diagnostics cannot say: how many logprobs differ in a byte, over how many tokens, and whether samples were distinct."""
 
 from collections import defaultdict
 from typing import Any
@@ -11,7 +11,6 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from lite.primitive.compare import bits
-
 from verl_mlite.batches import response_lengths
 
 

@@ -22,7 +22,6 @@ from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.config import FsdpConfig, MegatronLiteConfig, OptimizerConfig, RuntimeConfig
 from lite.runtime.rollout.vllm_weights import weight_rows
 from lite.runtime.runtime import Handle, Runtime, StepContext
-
 from verl_mlite.agreement import Agreement
 from verl_mlite.batches import jagged, pack
 
@@ -235,6 +234,6 @@ def optimizer_config(c: Any) -> OptimizerConfig:
     if extra:
         raise InputError("optim.override_optimizer_config", f"{extra} is not built", "leave it empty")
     return OptimizerConfig(
-        optimizer=c.optimizer, lr=c.lr, min_lr=c.min_lr, weight_decay=c.weight_decay, clip_grad=c.clip_grad, adam_beta1=c.betas[0],
-        adam_beta2=c.betas[1], lr_warmup_init=c.lr_warmup_init, lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=c.lr_decay_style,
+        optimizer=c.optimizer, lr=c.lr, min_lr=c.min_lr, weight_decay=c.weight_decay, clip_grad=c.clip_grad,
+        adam_beta1=c.betas[0], adam_beta2=c.betas[1], lr_warmup_init=c.lr_warmup_init, lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=c.lr_decay_style,
     )  # fmt: skip

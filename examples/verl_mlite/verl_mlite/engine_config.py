@@ -1,7 +1,7 @@
 """The engine's configuration as verl builds it, in the driver and in each worker; importing this module registers the engine."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from verl.workers.config import EngineConfig
 
@@ -39,14 +39,14 @@ class MliteEngineConfig(EngineConfig):
     etp: int = 1
     ep: int = 1
     pp: int = 1
-    vpp: Optional[int] = None
+    vpp: int | None = None
     cp: int = 1
     grad_offload: bool = False
     load_hf_weights: bool = True
-    attention_backend_override: Optional[str] = None
-    resync_format: Optional[str] = None
+    attention_backend_override: str | None = None
+    resync_format: str | None = None
     resync_config: dict[str, Any] = field(default_factory=dict)
-    export_dtype: Optional[str] = None
+    export_dtype: str | None = None
     router_replay_mode: str = "disabled"
     cross_entropy_fusion: bool = True
     impl_cfg: dict[str, Any] = field(default_factory=dict)
