@@ -1,10 +1,9 @@
 """verl's jagged batches as packed rows, and scores back. Nothing is padded on the way."""
 
-from typing import Any
-
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 
 from lite.runtime.batch import PackedBatch
 
@@ -13,10 +12,10 @@ def pack(micro: TensorDict) -> PackedBatch:
     """One row of a micro-batch's sequences. input_ids: nested [B, j]. temperature: one for all or [B]. See `scored`."""
     ids, offsets = micro["input_ids"].values(), micro["input_ids"].offsets()
     lengths = offsets.diff()
-    temperature: Any = micro.get("temperature", 1.0)
+    temperature: float | Tensor = tu.get(micro, "temperature", 1.0)
     if isinstance(temperature, Tensor) and temperature.ndim:
         temperature = torch.repeat_interleave(temperature.float(), lengths)
-    return PackedBatch(ids, torch.roll(ids, -1), tuple(lengths.tolist()), scored(micro), temperature=_plain(temperature))
+    return PackedBatch(ids, torch.roll(ids, -1), tuple(lengths.tolist()), scored(micro), temperature=temperature)
 
 
 def scored(micro: TensorDict) -> Tensor:
@@ -46,7 +45,3 @@ def response_lengths(data: TensorDict) -> Tensor:
 def jagged(values: Tensor, micro: TensorDict) -> Tensor:
     """[T] as a nested tensor of the micro-batch's sequences."""
     return torch.nested.nested_tensor_from_jagged(values, micro["input_ids"].offsets())
-
-
-def _plain(temperature: Any) -> float | Tensor:
-    return temperature if isinstance(temperature, Tensor) and temperature.ndim else float(temperature)
