@@ -124,9 +124,7 @@ class Runtime:
                 handle.module.set_requires_gradient_sync(index == len(batches) - 1)
             stamp = handle.weights.stamp()
             with torch.set_grad_enabled(not forward_only):
-                scores: TokenScores = handle.module(
-                    batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows
-                )
+                scores: TokenScores = handle.module(batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows)
                 result.requires_grad.append(scores.logprob.requires_grad)
                 if loss_fn is not None:
                     loss, metrics = loss_fn(scores, batch, StepContext(index, len(batches), forward_only, ranks))

@@ -38,8 +38,10 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def engine(contents: tuple[str, ...] = ("model", "optimizer", "extra"), lora: int = 0, **config: Any) -> MliteEngine:
-    model = SimpleNamespace(local_path=str(checkpoint("qwen3", "fp32")), override_config={"attn_implementation": "sdpa"},
-                            mtp=SimpleNamespace(enable=False), get=lambda key, default=None: {"lora_rank": lora}.get(key, default))  # fmt: skip
+    model = SimpleNamespace(
+        local_path=str(checkpoint("qwen3", "fp32")), override_config={"attn_implementation": "sdpa"},
+        mtp=SimpleNamespace(enable=False), get=lambda key, default=None: {"lora_rank": lora}.get(key, default),
+    )  # fmt: skip
     made = MliteEngine(
         model,
         MliteEngineConfig(dtype="float32", **config),
@@ -61,12 +63,11 @@ def padded_batch(**tensors: torch.Tensor) -> TensorDict:
     right = [r + [0] * (height - len(r)) for _, r in samples()]
     mask = [[0] * (width - p) + [1] * (p + r) + [0] * (height - r) for p, r in LENGTHS]
     attention = torch.tensor(mask)
-    data = TensorDict({
+    return TensorDict({
         "input_ids": torch.tensor([a + b for a, b in zip(left, right, strict=True)]), "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "prompts": torch.tensor(left), "responses": torch.tensor(right),
         "response_mask": attention[:, width:], **tensors,
     }, batch_size=len(LENGTHS))  # fmt: skip
-    return data
 
 
 def rl_batch(budget: int = 64, temperature: Any = 1.0, **tensors: torch.Tensor) -> TensorDict:

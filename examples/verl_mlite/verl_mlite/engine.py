@@ -234,6 +234,15 @@ def optimizer_config(c: Any) -> OptimizerConfig:
     if extra:
         raise InputError("optim.override_optimizer_config", f"{extra} is not built", "leave it empty")
     return OptimizerConfig(
-        optimizer=c.optimizer, lr=c.lr, min_lr=c.min_lr, weight_decay=c.weight_decay, clip_grad=c.clip_grad,
-        adam_beta1=c.betas[0], adam_beta2=c.betas[1], lr_warmup_init=c.lr_warmup_init, lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=c.lr_decay_style,
-    )  # fmt: skip
+        optimizer=c.optimizer,
+        lr=c.lr,
+        min_lr=c.min_lr,
+        weight_decay=c.weight_decay,
+        clip_grad=c.clip_grad,
+        adam_beta1=c.betas[0],
+        adam_beta2=c.betas[1],
+        lr_warmup_init=c.lr_warmup_init,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=c.lr_decay_style,
+    )
