@@ -1,5 +1,6 @@
 """verl's own trainers in processes of their own, on the CPU, and the files that they are given."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +25,48 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
     """Anything that two samples seldom share."""
     return sum(map(ord, solution_str)) % 101 / 100
 '''
+
+# Updates and scores are packed under different budgets. v1's queue waits without a word for as many CPUs as it wants, and has a process
+# for each of its storage units. verl counts its workers by GPUs.
+GRPO = [
+    "model_engine=mlite",
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=12",
+    "data.dataloader_num_workers=0",
+    "data.filter_overlong_prompts=False",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
+    "actor_rollout_ref.rollout.name=embedded",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.temperature=0.8",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=1",
+    "reward.custom_reward_function.name=compute_score",
+    "trainer.nnodes=1",
+    "trainer.total_epochs=1",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "ray_kwargs.ray_init.num_cpus=16",
+    "+ray_kwargs.ray_init.include_dashboard=False",
+]
+SFT = [
+    "+model.override_config.attn_implementation=sdpa",
+    "model.use_remove_padding=False",
+    "data.train_batch_size=8",
+    "data.max_length=128",
+    "data.max_token_len_per_gpu=256",
+    "data.num_workers=0",
+    "trainer.total_epochs=1",
+]
 
 Metrics = dict[str, float]
 
@@ -67,55 +109,51 @@ def train_ppo(data: Path, policy: Path, dtype: str, *overrides: str, ranks: int 
     with tempfile.TemporaryDirectory(prefix="mv", dir="/tmp") as ray:  # Ray's sockets live in it: their paths may have 107 characters
         return _run(
             [sys.executable, "-m", "verl.trainer.main_ppo"],
-            "model_engine=mlite",
-            "algorithm.adv_estimator=grpo",
-            f"data.train_files={data}/rl.parquet", f"data.val_files={data}/rl.parquet", "data.train_batch_size=4",
-            "data.max_prompt_length=64", "data.max_response_length=12", "data.dataloader_num_workers=0", "data.filter_overlong_prompts=False",
+            *GRPO,
+            f"data.train_files={data}/rl.parquet",
+            f"data.val_files={data}/rl.parquet",
+            f"reward.custom_reward_function.path={data}/reward.py",
             f"actor_rollout_ref.model.path={policy}",
-            "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192",
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.use_kl_loss=False",
-            f"actor_rollout_ref.actor.engine.dtype={dtype}", f"actor_rollout_ref.rollout.dtype={dtype}",
-            "actor_rollout_ref.rollout.name=embedded", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.temperature=0.8",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.agent.num_workers=1",
-            "reward.num_workers=1", f"reward.custom_reward_function.path={data}/reward.py", "reward.custom_reward_function.name=compute_score",
-            f"trainer.n_gpus_per_node={ranks}", "trainer.nnodes=1", f"trainer.total_training_steps={steps}", "trainer.total_epochs=1",
-            "trainer.device=cpu", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
-            "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-            # v1's queue waits without a word for as many CPUs as it wants; verl counts its workers by GPUs.
-            "ray_kwargs.ray_init.num_cpus=16", f"+ray_kwargs.ray_init.num_gpus={ranks}", "+ray_kwargs.ray_init.include_dashboard=False",
+            f"actor_rollout_ref.actor.engine.dtype={dtype}",
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+            f"trainer.n_gpus_per_node={ranks}",
+            f"trainer.total_training_steps={steps}",
+            f"+ray_kwargs.ray_init.num_gpus={ranks}",
             f"+ray_kwargs.ray_init._temp_dir={ray}",
             *overrides,
-            MLITE_EXACT="1", **environment,
-        )  # fmt: skip
+            MLITE_EXACT="1",
+            **environment,
+        )
 
 
-def train_sft(data: Path, policy: Path, engine: list[str], *overrides: str, ranks: int = 1, steps: int = 1, **environment: str) -> list[Metrics]:
+def train_sft(data: Path, policy: Path, *overrides: str, ranks: int = 1, steps: int = 1, **environment: str) -> list[Metrics]:
     """-> the metrics of each step."""
     return _run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "verl.trainer.sft_trainer"],
-        f"model.path={policy}", "+model.override_config.attn_implementation=sdpa", "model.use_remove_padding=False",
-        f"data.train_files={data}/sft.parquet", "data.train_batch_size=8", "data.max_length=128", "data.max_token_len_per_gpu=256",
-        "data.num_workers=0",
-        "trainer.device=cpu", f"trainer.total_training_steps={steps}", "trainer.total_epochs=1", "trainer.resume_mode=disable",
-        *engine, *overrides,
+        *SFT,
+        f"model.path={policy}",
+        f"data.train_files={data}/sft.parquet",
+        f"trainer.total_training_steps={steps}",
+        *overrides,
         **environment,
-    )  # fmt: skip
+    )
 
 
 def _run(command: list[str], *overrides: str, **environment: str) -> list[Metrics]:
     """A run in a folder of its own; fails with the end of what it printed. None of its processes outlives it."""
     with tempfile.TemporaryDirectory(prefix="mlite-verl-") as folder:
         path = Path(folder)
-        overrides = ("hydra.searchpath=[pkg://verl_mlite.config]", f"hydra.run.dir={path}/hydra", "trainer.logger=[file]",
-                     f"trainer.default_local_dir={path}/checkpoints", *overrides)  # fmt: skip
-        env: dict[str, Any] = os.environ | {
-            "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_mlite.testing", "VERL_FILE_LOGGER_PATH": str(path / "metrics"),
-            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore",
+        common = [
+            "hydra.searchpath=[pkg://verl_mlite.config]", f"hydra.run.dir={path}/hydra", "trainer.device=cpu", "trainer.logger=[file]",
+            "trainer.resume_mode=disable", f"trainer.default_local_dir={path}/checkpoints",
+        ]  # fmt: skip
+        env = os.environ | {
+            "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_mlite.testing", "VERL_FILE_LOGGER_PATH": f"{path}/metrics",
+            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HYDRA_FULL_ERROR": "1", "PYTHONWARNINGS": "ignore",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray writes one into the home directory
         } | environment  # fmt: skip
         with open(path / "log", "w+") as log:
-            process = subprocess.Popen([*command, *overrides], env=env, cwd=path, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen([*command, *common, *overrides], env=env, cwd=path, stdout=log, stderr=log, start_new_session=True)
             try:
                 code: int | None = process.wait(TIMEOUT)
             except subprocess.TimeoutExpired:
@@ -124,14 +162,12 @@ def _run(command: list[str], *overrides: str, **environment: str) -> list[Metric
                 _end(process)
             log.seek(0)
             printed = log.read()
-        assert code == 0, f"{command} ended with {'no answer' if code is None else code}:\n{printed[-20000:]}"
+        assert code == 0, f"{command} ended {'by force' if code is None else f'with {code}'}:\n{printed[-20000:]}"
         return [json.loads(line)["data"] for line in (path / "metrics").read_text().splitlines()]
 
 
 def _end(process: subprocess.Popen) -> None:
     """Ray's processes follow their driver; its group is whoever else it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

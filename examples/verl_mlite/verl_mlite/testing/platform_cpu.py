@@ -17,8 +17,14 @@ from lite.errors import InputError
 VERIFIED = "0.9.1"
 MEMORY = 1 << 34  # what verl is told that the device has
 
-if verl.__version__ != VERIFIED:
-    raise InputError("verl", f"{verl.__version__} has not been tried on a CPU", f"install verl=={VERIFIED}: this module replaces functions of it")
+
+def require_verified_version() -> None:
+    """This module replaces functions of verl's."""
+    if verl.__version__ != VERIFIED:
+        raise InputError("verl", f"{verl.__version__} has not been tried on a CPU", f"install verl=={VERIFIED}")
+
+
+require_verified_version()
 
 
 class CpuModule(types.ModuleType):

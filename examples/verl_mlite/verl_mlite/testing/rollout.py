@@ -89,11 +89,13 @@ class EmbeddedServer:
             self.engine.update_weights(iter(tensors), facts["version"] if facts else global_steps or 0)
             if facts and self.engine.fingerprint() != facts["fingerprint"]:
                 self.engine.weights.version = None
-                raise InputError("weight sync", f"version {facts['version']}: the engine holds other bytes than the trainer", "do not train on")
+                raise InputError(
+                    "weight sync", f"version {facts['version']}: the engine holds other bytes than the trainer", "do not train on"
+                )
         self.global_steps = global_steps
 
     async def sleep(self) -> None:
-        """Weights are lost as those of a real server, so that an incomplete sync cannot go on with older ones - unless a test wants that."""
+        """Weights are lost, as those of a real server, so that no sync may be left out - unless a test wants to."""
         self.engine.sleep(1 if SKIP_SYNC_AFTER in os.environ else 2)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

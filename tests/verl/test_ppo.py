@@ -1,0 +1,44 @@
+"""verl's `main_ppo`, both trainers of it, with the embedded engine as its rollout: GRPO on tiny policies."""
+
+import pytest
+
+from tests.verl_runs import Metrics, train_ppo
+
+GROUPS = 4
+DIFFERENCES = {
+    "training/rollout_probs_diff_max", "actor/mlite/old_mismatch", "actor/mlite/actor_mismatch", "actor/ppo_kl", "actor/pg_clipfrac",
+}  # fmt: skip
+
+
+def assert_not_vacuous(step: Metrics) -> None:
+    """Equal logprobs say something where there are tokens, weights that move, and advantages: samples of a group that differ."""
+    assert step["training/rollout_probs_diff_valid"] == 1
+    assert step["actor/mlite/old_tokens"] == step["actor/mlite/actor_tokens"] > 0
+    assert (step["actor/mlite/groups"], step["actor/mlite/collapsed_groups"]) == (GROUPS, 0)
+    assert step["actor/grad_norm"] > 0
+    assert step["actor/lr"] > 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "family", "dtype", "ranks"),
+    [("v0", "qwen3", "bfloat16", 1), ("v1", "qwen3", "float32", 2), ("v0", "nemotron_h", "bfloat16", 1)],
+)
+def test_every_logprob_is_the_rollouts_after_every_update(data, policy, trainer, family, dtype, ranks):
+    steps = train_ppo(data, policy(family, dtype), dtype, f"trainer.use_v1={trainer == 'v1'}", ranks=ranks)
+    assert len(steps) == 3
+    for step in steps:
+        assert {name: step[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0)
+        assert_not_vacuous(step)
+
+
+def test_weights_that_were_not_synced_are_found_by_both_counts(data, policy):
+    fresh, stale = train_ppo(
+        data, policy("qwen3", "float32"), "float32", "trainer.use_v1=False", steps=2, MLITE_TEST_SKIP_SYNC_AFTER="0"
+    )  # fmt: skip
+    assert (fresh["actor/mlite/old_mismatch"], fresh["actor/mlite/actor_mismatch"]) == (0, 0)
+    for step in (fresh, stale):
+        assert_not_vacuous(step)
+    tokens = stale["actor/mlite/old_tokens"]
+    assert stale["actor/mlite/old_mismatch"] > 0.9 * tokens
+    assert stale["actor/mlite/actor_mismatch"] > 0.9 * tokens
+    assert stale["training/rollout_probs_diff_max"] > 1e-3
