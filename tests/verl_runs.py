@@ -28,45 +28,25 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 
 # Updates and scores are packed under different budgets. v1's queue waits without a word for as many CPUs as it wants, and has a process
 # for each of its storage units. verl counts its workers by GPUs.
-GRPO = [
-    "model_engine=mlite",
-    "algorithm.adv_estimator=grpo",
-    "data.train_batch_size=4",
-    "data.max_prompt_length=64",
-    "data.max_response_length=12",
-    "data.dataloader_num_workers=0",
-    "data.filter_overlong_prompts=False",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.optim.lr=1e-3",
-    "actor_rollout_ref.actor.use_kl_loss=False",
-    "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
-    "actor_rollout_ref.rollout.name=embedded",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.temperature=0.8",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.rollout.agent.num_workers=1",
-    "reward.num_workers=1",
-    "reward.custom_reward_function.name=compute_score",
-    "trainer.nnodes=1",
-    "trainer.total_epochs=1",
-    "trainer.val_before_train=False",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-    "ray_kwargs.ray_init.num_cpus=16",
-    "+ray_kwargs.ray_init.include_dashboard=False",
-]
-SFT = [
-    "+model.override_config.attn_implementation=sdpa",
-    "model.use_remove_padding=False",
-    "data.train_batch_size=8",
-    "data.max_length=128",
-    "data.max_token_len_per_gpu=256",
-    "data.num_workers=0",
-    "trainer.total_epochs=1",
-]
+GRPO = """
+model_engine=mlite algorithm.adv_estimator=grpo
+data.train_batch_size=4 data.max_prompt_length=64 data.max_response_length=12
+data.dataloader_num_workers=0 data.filter_overlong_prompts=False
+actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.actor.use_kl_loss=False
+actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256
+actor_rollout_ref.rollout.name=embedded actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.temperature=0.8
+actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.agent.num_workers=1
+reward.num_workers=1 reward.custom_reward_function.name=compute_score
+trainer.nnodes=1 trainer.total_epochs=1 trainer.val_before_train=False trainer.test_freq=-1 trainer.save_freq=-1
+transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.include_dashboard=False
+"""
+SFT = """
++model.override_config.attn_implementation=sdpa model.use_remove_padding=False
+data.train_batch_size=8 data.max_length=128 data.max_token_len_per_gpu=256 data.num_workers=0
+trainer.total_epochs=1
+"""
 
 Metrics = dict[str, float]
 
@@ -109,7 +89,7 @@ def train_ppo(data: Path, policy: Path, dtype: str, *overrides: str, ranks: int 
     with tempfile.TemporaryDirectory(prefix="mv", dir="/tmp") as ray:  # Ray's sockets live in it: their paths may have 107 characters
         return _run(
             [sys.executable, "-m", "verl.trainer.main_ppo"],
-            *GRPO,
+            *GRPO.split(),
             f"data.train_files={data}/rl.parquet",
             f"data.val_files={data}/rl.parquet",
             f"reward.custom_reward_function.path={data}/reward.py",
@@ -130,7 +110,7 @@ def train_sft(data: Path, policy: Path, *overrides: str, ranks: int = 1, steps: 
     """-> the metrics of each step."""
     return _run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "verl.trainer.sft_trainer"],
-        *SFT,
+        *SFT.split(),
         f"model.path={policy}",
         f"data.train_files={data}/sft.parquet",
         f"trainer.total_training_steps={steps}",

@@ -30,12 +30,12 @@ def test_losses_and_gradients_are_those_of_verls_own_engine(data, policy, ranks)
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(data, policy, tmp_path):
     """Two ranks, and a learning rate that moves: the schedule is resumed, too."""
 
-    def train(*overrides: str) -> list[list[float]]:
-        common = [*MLITE, f"trainer.default_local_dir={tmp_path}", "optim.lr_decay_style=cosine", "optim.lr_decay_steps=6"]
+    def train(folder: str, *overrides: str) -> list[list[float]]:
+        common = [*MLITE, f"trainer.default_local_dir={tmp_path}/{folder}", "optim.lr_decay_style=cosine", "optim.lr_decay_steps=6"]
         steps = train_sft(data, policy("qwen3", "float32"), *common, *overrides, ranks=2, steps=4)
         return [[step["train/loss"], step["train/grad_norm"], step["train/lr"]] for step in steps]
 
-    whole = train("trainer.save_freq=2")
-    resumed = train("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_2")
+    whole = train("whole", "trainer.save_freq=2")
+    resumed = train("resumed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/whole/global_step_2")
     assert resumed == whole[2:]
     assert len({rate for _, _, rate in whole}) == 4
