@@ -21,7 +21,7 @@ WHERE = "PackedBatch.routed_experts"
 
 
 def pack(records: Sequence[Any], lengths: Sequence[int]) -> Tensor:
-    """A record [n or more, L, k] a sequence, n its length; the last row may be missing -> [T, L, k] int16, rows past a sequence left out.
+    """A record [n or more, L, k] a sequence, n its length; the last row may be missing -> [T, L, k] int32, rows past a sequence left out.
     InputError where a sequence has no record, a shorter one, or one of another shape than the first's."""
     if len(records) != len(lengths):
         raise InputError("routes", f"{len(records)} records for {len(lengths)} samples", "give one a sample, or none at all")
@@ -29,7 +29,7 @@ def pack(records: Sequence[Any], lengths: Sequence[int]) -> Tensor:
     for i, (record, length) in enumerate(zip(records, lengths, strict=True)):
         if record is None:
             raise InputError(f"sample {i}", "has no routes, and others have", "record all of them or none")
-        rows = torch.as_tensor(record)[:length].to(torch.int16)
+        rows = torch.as_tensor(record)[:length].to(torch.int32)
         if rows.ndim != 3 or (packed and rows.shape[1:] != packed[0].shape[1:]):
             raise InputError(f"sample {i}", f"its routes have the shape {tuple(rows.shape)}", "give [tokens, layers, k], as in all others")
         if len(rows) < length - 1:

@@ -353,6 +353,14 @@ def test_routes_that_are_no_signed_rows_of_the_batch_are_refused(change: Callabl
         altered(change, opened("nemotron_h"))
 
 
+def test_packing_does_not_turn_a_wrong_id_into_another_one() -> None:
+    o = opened("nemotron_h")
+    given = [r.astype(np.int32) for r in records(o[1].bundle.config, 0)]
+    given[1][2, 1, 0] += 1 << 16
+    with pytest.raises(InputError, match=r"655\d\d is none of 8 experts"):
+        scores(o, PackedBatch.from_samples(make_samples(LENGTHS), routes=given))
+
+
 def test_a_model_without_experts_takes_no_routes() -> None:
     data = replace(batch(), routed_experts=torch.zeros(51, 2, 2, dtype=torch.int16))
     with pytest.raises(InputError, match="the model has no experts"):
