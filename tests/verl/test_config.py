@@ -81,7 +81,10 @@ def test_the_reference_has_the_actors_parallel_sizes_and_never_trains() -> None:
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("+%s.recompte=full", "recompte"), ("+%s.impl_cfg.recompte=full", "engine.impl_cfg.recompte: is not a known key; did you mean 'recompute'")],
+    [
+        ("+%s.recompte=full", "recompte"),
+        ("+%s.impl_cfg.recompte=full", "engine.impl_cfg.recompte: is not a known key; did you mean 'recompute'"),
+    ],
 )
 def test_a_misspelt_engine_key_fails_by_name(key: str, said: str) -> None:
     config = composed([*PPO, key % ENGINE])

@@ -26,8 +26,9 @@ quoted() {
 
 # a.parquet,b.parquet -> ["a.parquet","b.parquet"]
 files() {
-  local path list="" IFS=,
-  for path in $1; do
+  local path list="" each
+  IFS=, read -ra each <<<"$1"
+  for path in "${each[@]}"; do
     list+="${list:+,}$(quoted "$path")"
   done
   printf '[%s]' "$list"
@@ -125,7 +126,7 @@ common_args() {
     +reward.reward_kwargs.max_resp_len="$RESPONSE_TOKENS"
     trainer.logger="$LOGGER"
     trainer.project_name=mlite
-    trainer.experiment_name="$(basename "$OUT")"
+    trainer.experiment_name="$(quoted "$(basename "$OUT")")"
     trainer.n_gpus_per_node="$N_GPUS"
     trainer.nnodes=1
     trainer.total_training_steps="$STEPS"

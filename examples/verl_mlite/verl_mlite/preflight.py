@@ -91,7 +91,10 @@ class Job:
 
 def preflight(overrides: list[str], environment: Mapping[str, str] = os.environ) -> list[str]:
     """-> a line a check. Raises InputError at the first that fails."""
-    job = Job(composed(overrides), environment)
+    return checked(Job(composed(overrides), environment))
+
+
+def checked(job: Job) -> list[str]:
     return [line for check in CHECKS for line in check(job)]
 
 

@@ -6,6 +6,7 @@ Named to verl by `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_
 import json
 import logging
 import os
+import traceback
 from collections import Counter
 from typing import Any
 
@@ -82,7 +83,10 @@ class Sync:
             try:
                 self._load(bucket)
             except Exception as error:
-                self.error = error
+                # the traceback is kept as text: its frames would hold the bucket, and the receiver could not let go of its memory
+                logger.error("a bucket of a weight sync was not loaded:\n%s", traceback.format_exc())
+                self.error = error.with_traceback(None)
+                self.error.__cause__ = self.error.__context__ = None
 
     def _load(self, bucket: list[tuple[str, Tensor]]) -> None:
         if not self.facts:
