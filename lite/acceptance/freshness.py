@@ -1,6 +1,6 @@
 """Whether a receipt still shows what its gate claims: whole, of the same command, ended as expected, and of the sources as they are now.
 
-    python -m lite.acceptance.freshness     # in a checkout: a line a gate
+python -m lite.acceptance.freshness     # in a checkout: a line a gate
 """
 
 import json
@@ -48,6 +48,8 @@ def _another_end(gate: Gate, receipt: dict[str, Any]) -> str:
     differing = [policy["policy"] for policy in policies if policy["score"]["mismatch"] and policy["actor"]["mismatch"]]
     if differing != list(gate.differs_at):
         return f"tokens differ at {', '.join(differing) or 'no policy'}, not at {', '.join(gate.differs_at)}"
+    if gate.rises is not None and (receipt["reward"].get("standard_errors") or 0.0) < gate.rises:
+        return f"the reward does not rise by {gate.rises} standard errors: {receipt['reward']}"
     return ""
 
 

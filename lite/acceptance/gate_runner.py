@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lite.acceptance.freshness import evidence_lacks, lacks, read_receipt
-from lite.acceptance.gates import CHECKPOINT, Gate
+from lite.acceptance.gates import CHECKPOINT, PROMPTS, Gate
 from lite.acceptance.receipt import write_json
 from lite.errors import InputError
 
@@ -97,7 +97,7 @@ def check_installed(checkout: Path) -> None:
 
 
 def _prepare(out: Path, checkout: Path, events: Events, limit: float) -> list[Outcome]:
-    """Puts the checkpoint beside the gates' folders, by a link: their receipts then name no path of this machine."""
+    """Puts checkpoint and prompts beside the gates' folders, by links: their receipts then name no path of this machine."""
     checkpoint, outcomes = checkout / ".cache" / "demo" / CHECKPOINT, []
     if not checkpoint.exists():
         words = (str(checkout / "examples" / "demo" / "prepare.py"), str(checkpoint.parent))
@@ -111,8 +111,9 @@ def _prepare(out: Path, checkout: Path, events: Events, limit: float) -> list[Ou
         made = checkpoint.exists()
         outcomes = [Outcome("prepare", "pass", "pass" if made else "fail", "" if made else process.last_line(), seconds, "")]
         events.ended(outcomes[0])
-    (out / CHECKPOINT).unlink(missing_ok=True)
-    (out / CHECKPOINT).symlink_to(checkpoint)
+    for name in (CHECKPOINT, PROMPTS):
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(checkpoint.with_name(name))
     return outcomes
 
 

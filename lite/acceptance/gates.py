@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 
 from lite.errors import InputError, nearest
 
-CHECKPOINT = "SmolLM2-135M-Instruct"  # the runner puts it where the commands run; examples/demo/prepare.py makes it
+# the runner puts them where the commands run; examples/demo/prepare.py makes them
+CHECKPOINT, PROMPTS = "SmolLM2-135M-Instruct", "prompts.jsonl"
 
 
 @dataclass(frozen=True)
 class Gate:
     """shows: what the expected end shows. command: as the receipt records it, so without a path of any machine; its first word is mlite
     or pytest. expected: pass, fail or inconclusive. reason: a regular expression to be found in the receipt's reason. differs_at: the
-    policies with differing tokens on both paths, exactly these. env: what the command needs besides in its environment."""
+    policies with differing tokens on both paths, exactly these. rises: standard errors by which the mean reward of the last policies is to
+    be above that of the first. env: what the command needs besides in its environment."""
 
     name: str
     shows: str
@@ -23,6 +25,7 @@ class Gate:
     expected: str = "pass"
     reason: str = ""
     differs_at: tuple[str, ...] = ()
+    rises: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -30,9 +33,18 @@ class Gate:
         return self.command[self.command.index("--plant") + 1] if "--plant" in self.command else None
 
 
-def _prove(name: str, shows: str, *flags: str, expected: str = "pass", reason: str = "", differs_at: str = "", **env: str) -> Gate:
+def _prove(
+    name: str,
+    shows: str,
+    *flags: str,
+    expected: str = "pass",
+    reason: str = "",
+    differs_at: str = "",
+    rises: float | None = None,
+    **env: str,
+) -> Gate:
     command = ("mlite", "prove", "--engine", "vllm", *" ".join(flags).split(), "--out", name)
-    return Gate(name, shows, command, expected, reason, tuple(differs_at.split()), env)
+    return Gate(name, shows, command, expected, reason, tuple(differs_at.split()), rises, env)
 
 
 def _pytest(name: str, shows: str, file: str) -> Gate:
@@ -58,6 +70,9 @@ GATES: tuple[Gate, ...] = (
            SMOLLM2, SMALL_LOAD, "--plant stale-weights", expected="fail", differs_at="theta1 theta2"),
     _prove("smollm2-one-ulp", "One bit of one token is seen at every policy.",
            SMOLLM2, SMALL_LOAD, "--plant one-ulp", expected="fail", differs_at="theta0 theta1 theta2"),
+    _prove("smollm2-200-updates", "It stays exact through two hundred updates, and learns from them.",
+           SMOLLM2, f"--prompts {PROMPTS} --updates 200 --groups 8 --samples 8 --response-tokens 32 --lr 1e-6 --save-every 50",
+           TRITON, FULL_DECODE, rises=2.0),
     _prove("qwen3-flash-eager", "Layers of Qwen3-8B's size are exact with FlashAttention.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH),
     _prove("qwen3-flash-graphs", "With FlashAttention and CUDA graphs, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", FLASH, FULL_DECODE),
     _prove("qwen3-triton-eager", "With vLLM's Triton attention, too.", QWEN3, LOAD, "--prompt-tokens 1:9300", TRITON),
@@ -85,6 +100,9 @@ GATES: tuple[Gate, ...] = (
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
             "test_two_gpus.py"),
+    _pytest("verl", "verl's main_ppo with its own vLLM rollout: both counters are 0 after every update, reload, sleep and wake.",
+            "test_verl.py"),
+    _pytest("route-replay", "vLLM's routes are those of the trainer, and replayed they give its logprobs.", "test_route_replay.py"),
     _pytest("fsdp-engine", "Both ranks of a sharded trainer agree with vLLM at every policy.", "test_two_gpus_engine.py"),
 )  # fmt: skip
 

@@ -210,4 +210,3 @@ def gradient_coverage(handle: Handle, idle: Mapping[str, Sequence[int]]) -> tupl
             reason = "no token with a gradient chose this expert" if expert in idle[part.native.rpartition(".")[0]] else None
         without[part.hf] = reason
     return len(expected), len(expected) - len(without), without
-

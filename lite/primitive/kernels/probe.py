@@ -64,9 +64,7 @@ def probe_kernels(kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device:
 
 
 @lru_cache(maxsize=64)
-def _probed(
-    kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device: torch.device, page: int, threads: int
-) -> tuple[Probe, ...]:
+def _probed(kernels: Any, shapes: ModelShapes, dtype: torch.dtype, device: torch.device, page: int, threads: int) -> tuple[Probe, ...]:
     """A property of the machine and of how many threads it works with, so found once for each."""
     found = []
     for probe in _checks(kernels, shapes, dtype, device, page):

@@ -106,9 +106,7 @@ class VisibleKernels(Protocol):
         """The k largest of softmax(logits[T, E]) in fp32, largest first, the lower expert first where two are equal ->
         (weights[T, k] fp32, ids[T, k] int32). renormalize: weights divided by their sum."""
 
-    def grouped_topk(
-        self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
-    ) -> tuple[Tensor, Tensor]:
+    def grouped_topk(self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Scores are sigmoid(logits[T, E] fp32). Experts are CHOSEN by score + bias[E] (fp32): the topk_groups groups, of equal
         parts of the experts, with the largest sum of their two best, then the k best inside those, best first. -> (weights[T, k]
         fp32, ids[T, k] int32). Weights are the scores WITHOUT the bias; renormalize: divided by their sum (+ 1e-20, against 0/0).

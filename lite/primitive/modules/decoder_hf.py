@@ -55,17 +55,13 @@ DECODER_WEIGHTS = (
     Weight("embed.weight", ("model.embed_tokens.weight",), shard_axis=0),
     Weight("layers.{layer}.mixer_norm.weight", (_LAYER + "input_layernorm.weight",)),
     Weight("layers.{layer}.mixer.qkv.weight", tuple(f"{name}.weight" for name in _QKV), rows=qkv_rows, shard_axis=0),
-    Weight(
-        "layers.{layer}.mixer.qkv.bias", tuple(f"{name}.bias" for name in _QKV), rows=qkv_rows, shard_axis=0, when=lambda c: c.qkv_bias
-    ),
+    Weight("layers.{layer}.mixer.qkv.bias", tuple(f"{name}.bias" for name in _QKV), rows=qkv_rows, shard_axis=0, when=lambda c: c.qkv_bias),
     Weight("layers.{layer}.mixer.q_norm.weight", (_LAYER + "self_attn.q_norm.weight",), when=lambda c: c.qk_norm),
     Weight("layers.{layer}.mixer.k_norm.weight", (_LAYER + "self_attn.k_norm.weight",), when=lambda c: c.qk_norm),
     Weight("layers.{layer}.mixer.out.weight", (_LAYER + "self_attn.o_proj.weight",), shard_axis=1),
     Weight("layers.{layer}.mixer.out.bias", (_LAYER + "self_attn.o_proj.bias",), when=lambda c: c.out_bias),
     Weight("layers.{layer}.mlp_norm.weight", (_LAYER + "post_attention_layernorm.weight",)),
-    Weight(
-        "layers.{layer}.mlp.gate_up.weight", tuple(f"{name}.weight" for name in _GATE_UP), rows=_gate_up_rows, shard_axis=0, at=_gated
-    ),
+    Weight("layers.{layer}.mlp.gate_up.weight", tuple(f"{name}.weight" for name in _GATE_UP), rows=_gate_up_rows, shard_axis=0, at=_gated),
     Weight(
         "layers.{layer}.mlp.gate_up.bias",
         tuple(f"{name}.bias" for name in _GATE_UP),

@@ -122,9 +122,7 @@ class Ops:
         """-> (weights[T, k] fp32, ids[T, k] int32); the gradient flows through the weights."""
         return visible_forward(self.visible.topk_softmax, self._topk_softmax, logits, k, renormalize)
 
-    def grouped_topk(
-        self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool
-    ) -> tuple[Tensor, Tensor]:
+    def grouped_topk(self, logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         """-> (weights[T, k] fp32, ids[T, k] int32); the gradient flows through the weights, and none to the bias."""
         return visible_forward(self.visible.grouped_topk, self._grouped_topk, logits, bias, k, groups, topk_groups, renormalize)
 

@@ -69,7 +69,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _step_on(self, device: torch.device) -> None:
-        """As `adamw.step` with tensors of that device: what torch runs for shards, one by one."""
+        """As `adamw.step` does for tensors of that device, one after the other."""
         if not self.adamw.state:
             self.set_steps({name: 0 for name, master in self.masters.items() if master.grad is not None})
         for group in self.adamw.param_groups:

@@ -25,9 +25,7 @@ def weight_rows(bundle: ModelBundle) -> list[Rows]:
     def rows(native: str) -> int:
         return bundle.module.get_parameter(native).shape[0]
 
-    return [
-        (p.hf, p.start, rows(p.native) if p.stop is None else p.stop) for p in parts(bundle.weights, bundle.config, bundle.layers)
-    ]
+    return [(p.hf, p.start, rows(p.native) if p.stop is None else p.stop) for p in parts(bundle.weights, bundle.config, bundle.layers)]
 
 
 def held(model: Any, rows: list[Rows]) -> Iterator[tuple[str, Tensor]]:

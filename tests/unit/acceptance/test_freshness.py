@@ -89,6 +89,7 @@ def test_a_run_that_did_not_finish_is_not_accepted(checkout):
 PASSES = Gate("g", "", ("mlite", "prove"))
 REFUSED = Gate("g", "", ("mlite", "prove"), "inconclusive", reason=r"broken at shape .9, 3.*row")
 STALE = Gate("g", "", ("mlite", "prove", "--plant", "stale-weights"), "fail", differs_at=("theta1", "theta2"))
+RISES = Gate("g", "", ("mlite", "prove"), rises=2.0)
 OFF = Gate("g", "", ("mlite", "prove", "--plugin", "off"), "fail", differs_at=("theta0", "theta1", "theta2"))
 
 
@@ -114,6 +115,9 @@ OFF = Gate("g", "", ("mlite", "prove", "--plugin", "off"), "fail", differs_at=("
         (STALE, {"policies": policies(0, 0, 0), "status": "pass"}, "pass, not fail"),
         (OFF, {"policies": policies(5, 7, 9)}, ""),
         (OFF, {"policies": policies(5, 0, 9)}, "differ at theta0, theta2"),
+        (RISES, {"reward": {"policies": 40, "standard_errors": 2.5}}, ""),
+        (RISES, {"reward": {"policies": 40, "standard_errors": 1.9}}, "does not rise by 2.0 standard errors"),
+        (RISES, {"reward": {"policies": 0}}, "does not rise"),
     ],
 )
 def test_a_receipt_must_have_ended_as_the_gate_says(gate, receipt, why, checkout):

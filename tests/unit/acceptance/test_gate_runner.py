@@ -10,7 +10,7 @@ import pytest
 
 from lite.acceptance.freshness import EVIDENCE
 from lite.acceptance.gate_runner import Outcome, check_installed, run_gates
-from lite.acceptance.gates import CHECKPOINT, Gate
+from lite.acceptance.gates import CHECKPOINT, PROMPTS, Gate
 from lite.errors import InputError
 from tests.unit.acceptance.test_prove import SMALL, mlite
 
@@ -185,7 +185,8 @@ def test_the_checkpoint_is_made_first_and_named_by_a_relative_path(place):
     needs = Gate(needs.name, "", (*needs.command, "--model", CHECKPOINT))
     outcomes, _ = place.run(needs)
     assert list(outcomes) == ["prepare", "needs"] and not [o.why for o in outcomes.values() if o.why]
-    assert (place.out / CHECKPOINT).resolve() == (place.checkout / ".cache" / "demo" / CHECKPOINT).resolve()
+    for name in (CHECKPOINT, PROMPTS):
+        assert (place.out / name).resolve() == (place.checkout / ".cache" / "demo" / name).resolve()
     (place.out / "needs.json").unlink()
     assert list(place.run(needs)[0]) == ["needs"], "it is made once"
 

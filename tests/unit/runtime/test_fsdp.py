@@ -114,6 +114,20 @@ def test_one_process_recomputes_and_offloads_without_a_bit_of_difference(dtype: 
         assert all(equal(mine[key], want[key]) for mine, want in zip(run[1:], base[1:], strict=True) for key in ("gradients", "masters"))
 
 
+def visited_and_in_place() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    in_place, o = train("bf16", 3), opened("bf16")
+    optimizer = o[1].optimizer
+    assert optimizer is not None
+    optimizer.adamw.step = lambda: optimizer._step_on(torch.device("cpu"))  # type: ignore[assignment,method-assign]
+    return in_place[1:], [update(o, batches(i)) for i in range(3)]
+
+
+def test_a_step_that_shards_visit_a_device_for_has_the_bits_of_a_step_in_place() -> None:
+    for in_place, visited in on_ranks(2, visited_and_in_place):
+        for a, b in zip(in_place, visited, strict=True):
+            assert equal(a["masters"], b["masters"]) and a["fingerprint"] == b["fingerprint"]
+
+
 def test_recompute_runs_each_layer_again_and_a_second_run_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     o, calls, honest = opened(recompute=True), [0], reference.swiglu
     layers, data = len(o[1].module.layers), batches(count=1)

@@ -1,8 +1,9 @@
 """VJPs on a Hopper GPU in bf16: tensor cores for every product, fp32 for every accumulation, deterministic.
 
-What is not a product of matrices is torch.py's. Products are `torch.mm` with `out_dtype` fp32 (measured as fast as Transformer Engine's
-`general_gemm` at these shapes); `torch.bmm` is not used: batch-invariant mode replaces it by a function without autograd. The attention's
-backward is FlashAttention 2's as ATen ships it, in its deterministic order, from the visible forward's output and lse.
+What is not a product of matrices is triton.py's where activations are large, torch.py's elsewhere. Products are `torch.mm` with
+`out_dtype` fp32 (measured as fast as Transformer Engine's `general_gemm` at these shapes); `torch.bmm` is not used: batch-invariant mode
+replaces it by a function without autograd. The attention's backward is FlashAttention 2's as ATen ships it, in its deterministic order,
+from the visible forward's output and lse.
 """
 
 from collections.abc import Iterator
@@ -13,19 +14,17 @@ import torch
 from torch import Tensor
 
 from lite.primitive.kernels.vjp import Grads, Needs, Values, torch_moe
-from lite.primitive.kernels.vjp import torch as torch_vjp
+from lite.primitive.kernels.vjp import triton as fused
 from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
 from lite.primitive.kernels.vjp.torch import (
-    add_rms_norm,
+    VOCAB_CHUNK,
     embedding,
     gated_rms_norm,
     grouped_topk,
     relu2,
-    rms_norm,
     rotary,
     router_logits,
     ssm_decay,
-    swiglu,
     topk_softmax,
 )
 
@@ -56,9 +55,7 @@ def attention(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     assert d_out is not None
     seed = offset = torch.zeros(2, dtype=torch.uint64, device=q.device)
     if lse.numel() == 0:
-        out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, True, False, scale=scale
-        )
+        out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
     else:
         lse = lse.t()
     with _deterministic():
@@ -83,10 +80,43 @@ def _deterministic() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def tensor_core_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16 operands (a is rounded to b's dtype), accumulated and kept in fp32."""
-    return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+def rms_norm(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    dy = d["y"]
+    assert dy is not None
+    dx, d_weight = fused.rms_norm(values["x"], values["weight"], values["eps"], dy)
+    return {"x": dx, "weight": d_weight}
 
 
-token_logprobs = partial(torch_vjp.token_logprobs, product=tensor_core_product)
+def add_rms_norm(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    """(norm(t), t) of t = x + residual: both get the norm's gradient plus what flowed into t."""
+    if d["y"] is None:
+        assert d["total"] is not None
+        return {"x": d["total"], "residual": d["total"]}
+    dt, d_weight = fused.rms_norm(values["total"], values["weight"], values["eps"], d["y"], d["total"])
+    return {"x": dt, "residual": dt, "weight": d_weight}
+
+
+def swiglu(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    dy = d["y"]
+    assert dy is not None
+    return {"gate_up": fused.swiglu(values["gate_up"], dy)}
+
+
+def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    """torch.py has the formula. Logits are made again chunk by chunk and become their own gradient in place."""
+    hidden, weight, labels, temperature = (values[name] for name in ("hidden", "weight", "labels", "temperature"))
+    log_z = values["max"] + torch.log(values["sum"])
+    dx = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if "weight" in needs else None
+    for start in range(0, values["vocab_size"], VOCAB_CHUNK):
+        w = weight[start : min(start + VOCAB_CHUNK, values["vocab_size"])]
+        z = torch.mm(hidden, w.t())
+        dz = fused.logits_(z, labels, temperature, log_z, values["entropy"], d["logprob"], d["entropy"], start)
+        dx += torch.mm(dz, w, out_dtype=torch.float32)
+        if d_weight is not None:
+            d_weight[start : start + w.shape[0]] = torch.mm(dz.t(), hidden, out_dtype=torch.float32)
+    grads = {"hidden": dx.to(hidden.dtype)}
+    return grads if d_weight is None else grads | {"weight": d_weight}
+
+
 routed_experts = partial(torch_moe.routed_experts, grouped=torch_moe.TENSOR_CORES)

@@ -47,8 +47,18 @@ def ssd_scan(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     x, b, c = x.view(heads), b.view(groups), c.view(groups)
     D, dt_bias = (values[name].detach().float() for name in ("D", "dt_bias"))  # in fp32, so that their gradients are
     dx, d_dt, d_a, d_b, d_c, d_d, _, d_dt_bias, _ = backward(
-        dy.contiguous().view(heads), x, dt.contiguous()[None], values["A"], b, c, x, shape.chunk, D=D, dt_bias=dt_bias,
-        seq_idx=_sequence_of_rows(values["seqlens"].cu_k, rows)[None], dt_softplus=True,
+        dy.contiguous().view(heads),
+        x,
+        dt.contiguous()[None],
+        values["A"],
+        b,
+        c,
+        x,
+        shape.chunk,
+        D=D,
+        dt_bias=dt_bias,
+        seq_idx=_sequence_of_rows(values["seqlens"].cu_k, rows)[None],
+        dt_softplus=True,
     )  # fmt: skip  (the second x stands for the output, of which the backward reads the shape)
     d_xbc = torch.cat([t.reshape(rows, -1) for t in (dx, d_b, d_c)], dim=-1)
     found = {"xbc": d_xbc.to(xbc.dtype), "dt": d_dt[0].to(dt.dtype), "A": d_a, "D": d_d, "dt_bias": d_dt_bias}

@@ -4,8 +4,6 @@ Gradients of activations are rounded once, to the activation's dtype; gradients 
 `torch.bmm` is not used here: vLLM's batch-invariant mode replaces it, process-wide, by a function without autograd.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,6 @@ from lite.primitive.kernels.vjp.torch_moe import grouped_topk, routed_experts, t
 
 __all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
            "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
-
-Product = Callable[[Tensor, Tensor], Tensor]
 
 QUERY_BLOCK, VOCAB_CHUNK = 512, 8192  # how much of the scores and of the logits is held at once
 
@@ -139,7 +135,7 @@ def fp32_product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def token_logprobs(values: Values, needs: Needs, d: Grads, product: Product = fp32_product) -> dict[str, Tensor]:
+def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     """With z = logits / T, p = softmax(z), H the entropy: d logprob / dz_j = [j = label] - p_j, dH / dz_j = -p_j (log p_j + H).
 
     The logits are made again chunk by chunk from the saved hidden states, so no [T, V] tensor is ever held; the statistics are the
@@ -152,7 +148,7 @@ def token_logprobs(values: Values, needs: Needs, d: Grads, product: Product = fp
     d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if "weight" in needs else None
     for start in range(0, values["vocab_size"], VOCAB_CHUNK):
         w = weight[start : min(start + VOCAB_CHUNK, values["vocab_size"])]
-        log_p = product(hidden, w.t()).to(hidden.dtype).float() / temperature[:, None] - log_z
+        log_p = fp32_product(hidden, w.t()).to(hidden.dtype).float() / temperature[:, None] - log_z
         p = torch.exp(log_p)
         dz = torch.zeros_like(p)
         if d_logprob is not None:
@@ -162,8 +158,8 @@ def token_logprobs(values: Values, needs: Needs, d: Grads, product: Product = fp
         if d_entropy is not None:
             dz -= d_entropy[:, None] * torch.where(p > 0, p * (log_p + values["entropy"][:, None]), 0.0)
         dz /= temperature[:, None]
-        dx += product(dz, w)
+        dx += fp32_product(dz, w)
         if d_weight is not None:
-            d_weight[start : start + w.shape[0]] = product(dz.t(), hidden)
+            d_weight[start : start + w.shape[0]] = fp32_product(dz.t(), hidden)
     grads = {"hidden": dx.to(hidden.dtype)}
     return grads if d_weight is None else grads | {"weight": d_weight}
