@@ -181,7 +181,7 @@ def test_what_the_engine_itself_refuses_is_said_in_its_words(machine: Machine, k
     ("override", "says"),
     [
         (f"{ENGINE}.attention_backend=X", f"{ENGINE}.attention_backend: {NO_KEY}'attention_backend_override'?"),
-        ("actor_rollout_ref.actor.enigne.tp=1", "actor_rollout_ref.actor.enigne.tp: {NO_KEY}'engine'?"),
+        ("actor_rollout_ref.actor.enigne.tp=1", f"actor_rollout_ref.actor.enigne.tp: {NO_KEY}'engine'?"),
         (f"~{ENGINE}.grad_ofload", f"{ENGINE}.grad_ofload: {NO_KEY}'grad_offload'?"),
         (f"+{ENGINE}.tp=1", f"overrides: Could not append to config. An item is already at '{ENGINE}.tp'."),
         ("model_engine=mlit", "overrides: In 'ppo_trainer': Could not find 'model_engine/mlit'"),
