@@ -17,9 +17,9 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.legs import Arm, Leg, LegError, environment, median, pair_orders, ratio, write_proxy_apart
 from benchmarks.profiles import comparison, comparison_table
-from benchmarks.rollout_cache import cache_bytes
 from lite.errors import InputError
 from lite.model.registry import family
+from lite.runtime.rollout.vllm_cache import cache_bytes
 
 OTHERS = ("stock", "bi_ssu")
 NOT_IN_BI_SSU = {"ExactMambaMixer2"}  # what its worker leaves out of the plugin

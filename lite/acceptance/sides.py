@@ -18,6 +18,7 @@ from lite.runtime.rollout.embedded import EmbeddedEngine
 from lite.runtime.rollout.engine import RolloutEngine, Sampling
 from lite.runtime.rollout.paged_cache import PAGE, CachedSequences
 from lite.runtime.rollout.vllm import VllmEngine
+from lite.runtime.rollout.vllm_cache import cache_bytes
 from lite.runtime.runtime import Handle, Runtime
 
 
@@ -132,7 +133,8 @@ def _embedded_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Ta
 
 def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) -> VllmEngine:
     """As above: odd steps that cut long prompts, up to 512 requests at once, and too little cache for all of them: three quarters of
-    what they need, or half of what is being read in while one of them decodes."""
+    what they need, or half of what is being read in while one of them decodes; of a hybrid, whose pages hold thousands of tokens, what a
+    quarter of them need."""
     sequences = min(c.groups * c.samples, 512)
     longest = task.longest_prompt + c.response_tokens
     step_tokens = max(2049, sequences)
@@ -148,6 +150,7 @@ def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) 
         max_sequences=sequences,
         temperature=c.temperature,
         cache_tokens=max(enough, longest + 16 * PAGE),
+        cache_bytes=cache_bytes(bundle.config, max(sequences // 4, 2), longest) if bundle.config.mamba else 8 << 30,
     )
 
 

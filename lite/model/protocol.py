@@ -28,7 +28,7 @@ class ParallelConfig:
 class ModelBundle:
     """A built model, parameters not yet loaded.
 
-    module: called as (input_ids, context, labels, temperature, scored_rows, with_entropy) -> TokenScores.
+    module: called as (input_ids, context, labels, temperature, scored_rows, with_entropy, routes) -> TokenScores.
     weights: the table that load, export and sync read.
     layers: how many times the table's {layer} expands.
     """

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lite.errors import InputError
 from lite.primitive.parallel.packing import PackedSequences
+from lite.runtime.routes import pack
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class PackedBatch:
     loss_mask[T] bool: the rows whose label is scored; None scores all. A response's first token is scored at the prompt's last row.
     position_ids[T]: None counts from 0 in each sequence.
     temperature: one for all, or [T] fp32.
-    routed_experts: routes recorded by the rollout, for families with routers.
+    routed_experts[T, L, k]: the experts to take in place of the routers' own choice (`lite.runtime.routes`); signed integers, L the model's
+    layers, -1 for none. None: the routers choose.
     """
 
     input_ids: Tensor
@@ -36,7 +39,7 @@ class PackedBatch:
             raise InputError("PackedBatch.seq_lens", f"holds an empty sequence: {self.seq_lens}", "leave out sequences without tokens")
         if sum(self.seq_lens) != tokens:
             raise InputError("PackedBatch.seq_lens", f"adds up to {sum(self.seq_lens)} for {tokens} tokens", "give each sequence's length")
-        for name in ("labels", "loss_mask", "position_ids"):
+        for name in ("labels", "loss_mask", "position_ids", "routed_experts"):
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise InputError(f"PackedBatch.{name}", f"has {len(value)} entries for {tokens} tokens", "give one a token")
@@ -47,10 +50,15 @@ class PackedBatch:
             raise InputError("PackedBatch.loss_mask", f"is {self.loss_mask.dtype}", "give booleans: integers would index rows")
         if self.loss_mask is not None and not self.loss_mask.any():
             raise InputError("PackedBatch.loss_mask", "marks no token", "an empty mask scores and proves nothing; mark the responses")
+        r = self.routed_experts
+        if r is not None and (r.ndim != 3 or r.dtype not in (torch.int16, torch.int32, torch.int64)):
+            raise InputError("PackedBatch.routed_experts", f"is {r.dtype} of shape {tuple(r.shape)}", "give signed [tokens, layers, k]")
 
     @classmethod
-    def from_samples(cls, samples: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0) -> "PackedBatch":
-        """Packs (prompt ids, response ids) pairs; the responses' tokens are the ones scored."""
+    def from_samples(
+        cls, samples: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0, routes: Sequence[Any] | None = None
+    ) -> "PackedBatch":
+        """Packs (prompt ids, response ids) pairs; the responses' tokens are the ones scored. routes: a record a sample (`routes.pack`)."""
         ids, labels, mask = [], [], []
         for i, (prompt, response) in enumerate(samples):
             if not prompt:
@@ -62,7 +70,8 @@ class PackedBatch:
             labels += [*sequence[1:], 0]
             mask += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
         lens = tuple(len(prompt) + len(response) for prompt, response in samples)
-        return cls(torch.tensor(ids), torch.tensor(labels), lens, torch.tensor(mask), temperature=temperature)
+        routed = None if routes is None else pack(routes, lens)
+        return cls(torch.tensor(ids), torch.tensor(labels), lens, torch.tensor(mask), temperature=temperature, routed_experts=routed)
 
     def to(self, device: torch.device) -> "PackedBatch":
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}

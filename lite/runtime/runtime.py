@@ -18,7 +18,7 @@ from lite.primitive.kernels.probe import probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
 from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
-from lite.runtime import checkpoint, resume
+from lite.runtime import checkpoint, resume, routes
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import RuntimeConfig, from_dict
 from lite.runtime.fsdp import ShardedWeights, agree, recompute, sharding_wanted
@@ -124,7 +124,9 @@ class Runtime:
                 handle.module.set_requires_gradient_sync(index == len(batches) - 1)
             stamp = handle.weights.stamp()
             with torch.set_grad_enabled(not forward_only):
-                scores: TokenScores = handle.module(batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows)
+                scores: TokenScores = handle.module(
+                    batch.input_ids, batch.context, batch.labels, batch.temperatures, batch.scored_rows, routes=batch.routed_experts
+                )
                 result.requires_grad.append(scores.logprob.requires_grad)
                 if loss_fn is not None:
                     loss, metrics = loss_fn(scores, batch, StepContext(index, len(batches), forward_only, ranks))
@@ -140,8 +142,12 @@ class Runtime:
 
     def _check(self, handle: Handle, batches: Sequence[PackedBatch], how: str) -> None:
         """InputError for a batch that this model cannot run, or ranks that do not run the same."""
-        plan = f"{len(batches)} micro-batches {how}"
+        routed = sum(batch.routed_experts is not None for batch in batches)
+        plan = f"{len(batches)} micro-batches {how}{' along recorded routes' if routed else ''}"
         try:
+            if routed not in (0, len(batches)):
+                what = f"{routed} of {len(batches)} micro-batches have routed_experts"
+                raise InputError("forward_backward", what, "give all of them their routes, or none")
             for batch in batches:
                 self._check_batch(handle, batch)
         except InputError as error:
@@ -165,7 +171,7 @@ class Runtime:
         if batch.position_ids is not None and not 0 <= int(batch.position_ids.min()) <= int(batch.position_ids.max()) < limit:
             raise InputError("PackedBatch.position_ids", f"leave 0 .. {limit - 1}", "count from 0 in each sequence")
         if batch.routed_experts is not None:
-            raise InputError("PackedBatch.routed_experts", "replaying routes is not built: they are the rollout's own", "leave it None")
+            routes.check(batch.routed_experts, batch.loss_mask, config)
 
     def zero_grad(self, handle: Handle) -> None:
         self._optimizer(handle).zero_grad()

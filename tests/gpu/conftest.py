@@ -67,7 +67,11 @@ def verdict(exitstatus: int) -> tuple[str, str]:
 
 
 def loaded_tests() -> dict[str, str]:
-    """sha256 of every file below tests/ that this process has loaded, by path relative to the checkout."""
+    """sha256 of every file below tests/ that this process has loaded, by path relative to the checkout; where verl was tested, of what
+    its workers load from verl_mlite, too."""
     loaded = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-    below = sorted(file for file in loaded if file.is_relative_to(CHECKOUT / "tests"))
-    return {file.relative_to(CHECKOUT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in below}
+    below = {file for file in loaded if file.is_relative_to(CHECKOUT / "tests")}
+    if CHECKOUT / "tests" / "gpu" / "test_verl.py" in below:
+        adapter = CHECKOUT / "examples" / "verl_mlite"
+        below |= {file for suffix in ("py", "yaml", "sh") for file in adapter.rglob(f"*.{suffix}") if "build" not in file.parts}
+    return {file.relative_to(CHECKOUT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(below)}

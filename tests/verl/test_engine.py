@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreOptimizerConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 from verl_mlite.agreement import _groups
@@ -22,6 +23,7 @@ from verl_mlite.engine_config import MliteEngineConfig
 
 from lite.errors import InputError
 from lite.primitive.compare import bits
+from lite.runtime import routes
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import MegatronLiteConfig, RuntimeConfig
 from lite.runtime.runtime import Runtime
@@ -37,9 +39,9 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Any:
     dist.destroy_process_group()
 
 
-def engine(contents: tuple[str, ...] = ("model", "optimizer", "extra"), lora: int = 0, **config: Any) -> MliteEngine:
+def engine(contents: tuple[str, ...] = ("model", "optimizer", "extra"), lora: int = 0, family: str = "qwen3", **config: Any) -> MliteEngine:
     model = SimpleNamespace(
-        local_path=str(checkpoint("qwen3", "fp32")), override_config={"attn_implementation": "sdpa"},
+        local_path=str(checkpoint(family, "fp32")), override_config={"attn_implementation": "sdpa"},
         mtp=SimpleNamespace(enable=False), get=lambda key, default=None: {"lora_rank": lora}.get(key, default),
     )  # fmt: skip
     made = MliteEngine(
@@ -187,6 +189,51 @@ def test_a_checkpoint_resumes_with_the_bits_of_the_unbroken_run(tmp_path: Path) 
     assert train(resumed, 1)[0]["loss"] == want[2]["loss"]
     assert resumed.handle.weights.fingerprint() == unbroken.handle.weights.fingerprint()
     assert (tmp_path / "global_step_2" / "huggingface" / "config.json").exists()
+
+
+def test_a_save_replaces_that_of_a_run_taken_up_before_it(tmp_path: Path) -> None:
+    for _ in range(2):
+        e = engine()
+        train(e, 1)
+        e.save_checkpoint(str(tmp_path / "global_step_1"), global_step=1)
+    resumed = engine()
+    resumed.load_checkpoint(str(tmp_path / "global_step_1"))
+    assert resumed.handle.weights.fingerprint() == e.handle.weights.fingerprint()
+
+
+def routed(records: list[torch.Tensor]) -> TensorDict:
+    data = rl_batch()
+    data["routed_experts"] = torch.nested.as_nested_tensor(records, layout=torch.jagged)
+    return data
+
+
+def test_recorded_routes_are_taken_and_must_be_there() -> None:
+    """As verl hands them on: zeros in the row of a sequence's last token, and all over in a sample that only pads the batch."""
+    live, replay = (engine(family="qwen3_moe", forward_only=True, router_replay_mode=mode) for mode in ("disabled", "R3"))
+    data = rl_batch(1000)
+    with routes.recording(live.handle.module) as chosen:
+        want = responses(live.infer_batch(data), data)
+    order = [i for part in prepare_micro_batches(rl_batch(1000))[1] for i in part]
+    lengths = [p + r for p, r in LENGTHS]
+    rows = routes.by_layer(chosen, live.handle.bundle.layers).clamp(min=0).int().split([lengths[i] for i in order])
+    records = [rows[order.index(i)].clone() for i in range(len(LENGTHS))]
+    for record in records:
+        record[-1] = 0
+    got = responses(replay.infer_batch(routed(records)), data)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(got, want, strict=True))
+
+    other = [record.clone() for record in records]
+    other[1][2] = (other[1][2] + 1) % live.handle.bundle.config.moe.experts
+    changed = responses(replay.infer_batch(routed(other)), data)
+    assert not torch.equal(changed[1], got[1]) and torch.equal(bits(changed[0]), bits(got[0]))
+
+    padding = routed([torch.zeros_like(records[0]), *records[1:]])
+    with pytest.raises(InputError, match="are not"):
+        replay.infer_batch(padding)
+    padding["response_mask"][0] = 0
+    assert torch.equal(bits(responses(replay.infer_batch(padding), data)[1]), bits(got[1]))
+    with pytest.raises(InputError, match="no routes"):
+        replay.infer_batch(rl_batch())
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:

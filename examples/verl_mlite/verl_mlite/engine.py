@@ -125,9 +125,8 @@ class MliteEngine(BaseEngine):
             value, metrics = loss_function(model_output=output, data=micro, dp_group=self.get_data_parallel_group())
             return value / ranks, metrics  # verl's is a mean over ranks, the Runtime adds them up
 
-        result = self.runtime.forward_backward(
-            self.handle, [pack(micro) for micro in micro_batches], loss if loss_function else None, forward_only=forward_only
-        )
+        packed = [pack(micro, self.engine_config.replays_routes) for micro in micro_batches]
+        result = self.runtime.forward_backward(self.handle, packed, loss if loss_function else None, forward_only=forward_only)
         found = {"log_probs": result.log_probs, "entropy": result.entropy}
         parts: list[dict[str, Any]] = [
             {
@@ -191,6 +190,9 @@ class MliteEngine(BaseEngine):
         if state := contents & TRAINER_STATE:
             if state != TRAINER_STATE:
                 raise InputError("checkpoint.save_contents", f"holds {sorted(state)}", f"name all of {sorted(TRAINER_STATE)}, or none")
+            if dist.get_rank() == 0 and folder.exists():  # of a run that was taken up before it, as verl's own engines overwrite it
+                shutil.rmtree(folder)
+            dist.barrier()
             self.runtime.save_checkpoint(self.handle, folder, keep=1, facts={"global_step": global_step})
         if "hf_model" in contents:
             self.runtime.save_hf(self.handle, folder / "huggingface")

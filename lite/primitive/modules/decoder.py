@@ -92,14 +92,17 @@ class DecoderLayer(nn.Module):
             self.mlp_norm = RMSNorm(c.hidden, c.norm_eps, ops, dtype)
             self.mlp = build_mlp(mlp, c, ops, dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | None, context: SequenceContext, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x[T, H] is what the previous layer adds to the residual stream (the embedding, for the first). -> the same for the next."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: SequenceContext, cos_sin: Tensor | None, routes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x[T, H] is what the previous layer adds to the residual stream (the embedding, for the first). -> the same for the next.
+        routes[T, k]: see `MoE`; without meaning where the layer has no experts."""
         if self.mixer is not None:
             x, residual = self.mixer_norm.add(x, residual)
             x = self.mixer(x, context, cos_sin)
         if self.mlp is not None:
             x, residual = self.mlp_norm.add(x, residual)
-            x = self.mlp(x)
+            x = self.mlp(x, routes) if isinstance(self.mlp, MoE) else self.mlp(x)
         assert residual is not None
         return x, residual
 
@@ -139,11 +142,11 @@ class Decoder(nn.Module):
             relu2=tuple(sorted({m.up.weight.shape[0] for m in self.modules() if isinstance(m, MLP)})),
         )
 
-    def hidden(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
-        """input_ids[T] -> normalised hidden states [T, H]."""
+    def hidden(self, input_ids: Tensor, context: SequenceContext, routes: Tensor | None = None) -> Tensor:
+        """input_ids[T] -> normalised hidden states [T, H]. routes[T, L, k]: layer i takes routes[:, i] (see `MoE`)."""
         x, residual = self.embed(input_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, context, self.cos_sin)
+        for i, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, context, self.cos_sin, None if routes is None else routes[:, i])
         assert residual is not None
         return self.norm.add(x, residual)[0]
 
@@ -155,12 +158,13 @@ class Decoder(nn.Module):
         temperature: Tensor,
         scored_rows: Tensor | None = None,
         with_entropy: bool = True,
+        routes: Tensor | None = None,
     ) -> TokenScores:
         """Scores of labels[T] under temperature[T], [T] each.
 
-        scored_rows (int64): only these rows go through the head, the others are 0; a row's bytes do not depend on it.
+        scored_rows (int64): only these rows go through the head, the others are 0; a row's bytes do not depend on it. routes: see `hidden`.
         """
-        hidden = self.hidden(input_ids, context)
+        hidden = self.hidden(input_ids, context, routes)
         if scored_rows is None:
             return self.head(hidden, labels, temperature, with_entropy)
         scores = self.head(hidden[scored_rows], labels[scored_rows], temperature[scored_rows], with_entropy)

@@ -45,6 +45,12 @@ class MoEConfig:
         return 2 * self.intermediate if self.activation == "silu" else self.intermediate
 
 
+def replayed(routes: Tensor, live: Tensor) -> Tensor:
+    """The experts to run, [T, k] int32: those recorded for a token (routes[T, k], any integer), the live choice where they are -1. The
+    weights come from the live logits at these ids, by ordinary autograd, which reaches ids outside the live choice as well."""
+    return torch.where(routes < 0, live, routes).int()
+
+
 class SoftmaxRouter(Linear):
     """weight[E, H] in the model dtype, and so are the logits."""
 
@@ -52,9 +58,15 @@ class SoftmaxRouter(Linear):
         super().__init__(hidden, config.experts, ops, dtype)
         self.k, self.renormalize = config.k, config.renormalize
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x[T, H] -> (weights[T, k] fp32, expert ids[T, k] int32)."""
-        return self.ops.topk_softmax(super().forward(x), self.k, self.renormalize)
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x[T, H] -> (weights[T, k] fp32, expert ids[T, k] int32). routes[T, k]: see `replayed`."""
+        logits = super().forward(x)
+        weights, ids = self.ops.topk_softmax(logits, self.k, self.renormalize)
+        if routes is None:
+            return weights, ids
+        ids, z = replayed(routes, ids), logits.float()
+        # renormalized, they are the softmax of the chosen logits alone: no 0/0, however improbable these are by now
+        return (z.gather(1, ids.long()).softmax(-1) if self.renormalize else z.softmax(-1).gather(1, ids.long())), ids
 
 
 class SigmoidRouter(nn.Module):
@@ -67,11 +79,16 @@ class SigmoidRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, hidden, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x[T, H] -> (weights[T, k] fp32, expert ids[T, k] int32)."""
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x[T, H] -> (weights[T, k] fp32, expert ids[T, k] int32). routes[T, k]: see `replayed`."""
         c = self.config
         logits = self.ops.router_logits(x, self.weight, torch.float32)
-        return self.ops.grouped_topk(logits, self.bias, c.k, c.groups, c.topk_groups, c.renormalize)
+        weights, ids = self.ops.grouped_topk(logits, self.bias, c.k, c.groups, c.topk_groups, c.renormalize)
+        if routes is None:
+            return weights, ids
+        ids = replayed(routes, ids)
+        scores = torch.sigmoid(logits.gather(1, ids.long()))
+        return (scores / (scores.sum(-1, keepdim=True) + 1e-20) if c.renormalize else scores), ids
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """A cast of the model moves the bias to the device, and leaves its dtype."""
@@ -102,9 +119,9 @@ class MoE(nn.Module):
         self.experts = Experts(hidden, config, ops, dtype)
         self.shared = None if config.shared is None else MLP(hidden, config.shared, ops, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x[T, H] -> [T, H]."""
-        routed = self.experts(x, *self.router(x))
+    def forward(self, x: Tensor, routes: Tensor | None = None) -> Tensor:
+        """x[T, H] -> [T, H]. routes[T, k]: experts to take in place of the router's choice, -1 in a token's row for that."""
+        routed = self.experts(x, *self.router(x, routes))
         if self.scale != 1.0:
             routed = routed * self.scale
         return routed if self.shared is None else self.shared(x) + routed

@@ -12,6 +12,7 @@ from lite.errors import InputError
 from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.safetensors_files import read_tensors
 from lite.primitive.kernels import reference
+from lite.runtime import routes
 from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
 from lite.runtime.rollout.paged_cache import PAGE, CachedSequences, PagedCache
 from lite.runtime.rollout.scheduler import Request, Scheduler
@@ -22,7 +23,7 @@ class EmbeddedEngine:
     """bundle: a model of its own, not the trainer's; it is loaded from the checkpoint, as version 0, like any engine loads.
 
     max_step_tokens: tokens of one forward. max_sequences: requests that run at once. cache_tokens: capacity of the cache. context: how a
-    step reads and writes it.
+    step reads and writes it. record_routes: trajectories carry the experts that were chosen.
     """
 
     name = "embedded"
@@ -36,10 +37,13 @@ class EmbeddedEngine:
         max_sequences: int = 32,
         cache_tokens: int = 1 << 15,
         context: type[CachedSequences] = CachedSequences,
+        record_routes: bool = False,
     ):
         if max_step_tokens < 1 or max_sequences < 1:
             raise InputError("engine", f"max_step_tokens {max_step_tokens}, max_sequences {max_sequences}", "set both to 1 or more")
-        self.bundle = bundle
+        if record_routes:
+            routes.require_experts("record_routes", bundle.config)
+        self.bundle, self.record_routes = bundle, record_routes
         self.weights = DeployedWeights(bundle)
         self.weights.load(read_tensors(folder), 0, folder)
         self.device = next(iter(self.weights.parameters.values())).device
@@ -66,8 +70,12 @@ class EmbeddedEngine:
         while scheduler.waiting or scheduler.running:
             on_tokens(self._step(scheduler, cache, sampling))
         return [
-            Trajectory(r.prompt.uid, r.sample, r.prompt.ids, tuple(r.response), torch.stack(r.logprobs).cpu(), version) for r in requests
-        ]
+            Trajectory(
+                r.prompt.uid, r.sample, r.prompt.ids, tuple(r.response), torch.stack(r.logprobs).cpu(), version,
+                torch.cat(r.routes).cpu() if self.record_routes else None,
+            )
+            for r in requests
+        ]  # fmt: skip
 
     def _request(self, prompt: Prompt, sample: int, sampling: Sampling, cache: PagedCache) -> Request:
         if not prompt.ids:
@@ -90,7 +98,7 @@ class EmbeddedEngine:
         step = scheduler.next_step()
         ids = torch.tensor([t for r, new in step for t in r.tokens[r.computed : r.computed + new]], device=self.device)
         context = self.context(cache, [(r.pages, r.computed, new) for r, new in step])
-        hidden = self.bundle.module.hidden(ids, context)
+        hidden = self._recorded(ids, context, step) if self.record_routes else self.bundle.module.hidden(ids, context)
         for request, new in step:
             request.computed += new
         done = [(request, row) for (request, _), row in zip(step, context.seqlens.cu_q[1:].tolist(), strict=True)
@@ -108,6 +116,15 @@ class EmbeddedEngine:
             if token in sampling.eos_token_ids or len(request.response) == sampling.max_tokens:
                 scheduler.finish(request)
         return len(done)
+
+    def _recorded(self, ids: Tensor, context: CachedSequences, step: list[tuple[Request, int]]) -> Tensor:
+        """The step's hidden states; its requests keep their routes."""
+        with routes.recording(self.bundle.module) as chosen:
+            hidden = self.bundle.module.hidden(ids, context)
+        by_request = routes.by_layer(chosen, self.bundle.layers).split([new for _, new in step])
+        for (request, _), rows in zip(step, by_request, strict=True):
+            request.routes.append(rows)
+        return hidden
 
     def facts(self) -> dict[str, Any]:
         return {

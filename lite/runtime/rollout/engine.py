@@ -53,7 +53,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One response. logprobs[len(response_ids)] fp32: each was returned by the step that sampled its token."""
+    """One response. logprobs[len(response_ids)] fp32: each was returned by the step that sampled its token. routed_experts
+    [tokens - 1, L, k]: what `lite.runtime.routes` says, of prompt and response but for the last token; None where it was not recorded."""
 
     uid: str
     sample: int
@@ -61,6 +62,7 @@ class Trajectory:
     response_ids: tuple[int, ...]
     logprobs: Tensor
     policy_version: int
+    routed_experts: Tensor | None = None
 
 
 @dataclass

@@ -11,13 +11,14 @@ from lite.runtime.rollout.paged_cache import PagedCache
 
 @dataclass(eq=False)
 class Request:
-    """tokens: prompt and response so far. computed: how many of them are in the cache."""
+    """tokens: prompt and response so far. computed: how many of them are in the cache. routes: of these, where they are recorded."""
 
     prompt: Prompt
     sample: int
     generator: torch.Generator
     tokens: list[int]
     logprobs: list[torch.Tensor] = field(default_factory=list)
+    routes: list[torch.Tensor] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     prefill_steps: int = 0
@@ -71,6 +72,7 @@ class Scheduler:
             victim = self.running.pop()
             self.cache.release(victim.pages)
             victim.computed = victim.prefill_steps = 0
+            victim.routes.clear()
             self.waiting.appendleft(victim)
             self.counters.preemptions += 1
             if victim is request:

@@ -13,6 +13,7 @@ from lite.errors import InputError, ProbeError
 from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.hf_weights import fingerprint
 from lite.primitive.compare import bits
+from lite.runtime import routes
 from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
 from lite.runtime.rollout.vllm_weights import Rows, held, weight_rows
 
@@ -73,7 +74,7 @@ def build_llm(
 class VllmEngine:
     """bundle: an unloaded model of the same checkpoint, for its weight table. cache_tokens: capacity, None for what fits into
     cache_bytes; a hybrid always gets that: its pages hold thousands of tokens, or a request's state. sleep_mode: whether `sleep` will be
-    called; vLLM then allocates by a pool of its own.
+    called; vLLM then allocates by a pool of its own. record_routes: trajectories carry the experts that were chosen (V1 runner only).
 
     attention: FLASH_ATTN or TRITON_ATTN. graphs: eager or full_decode (CUDA graphs of decode steps). Raises InputError where the plugin
     is on and a worker's handshake does not prove it.
@@ -96,8 +97,11 @@ class VllmEngine:
         cache_tokens: int | None = None,
         cache_bytes: int = 8 << 30,
         sleep_mode: bool = False,
+        record_routes: bool = False,
     ):
         hybrid = bundle.config.mamba is not None
+        if record_routes:
+            routes.require_experts("record_routes", bundle.config)
         self.counters = RolloutCounters()
         self.plugin, self.attention, self.graphs, self.temperature = plugin, attention, graphs, temperature
         self.on_tokens: Callable[[int], None] = lambda tokens: None
@@ -115,10 +119,10 @@ class VllmEngine:
             scheduler_cls=counting_scheduler(self.counters, lambda tokens: self.on_tokens(tokens)),
             enable_sleep_mode=sleep_mode,
             hybrid=hybrid,
+            **({"enable_return_routed_experts": True} if record_routes else {}),
         )
         self.weight_rows = weight_rows(bundle)
-        self.vocab_size = bundle.config.vocab_size
-        self.max_model_len = max_model_len
+        self.model_config, self.record_routes, self.max_model_len = bundle.config, record_routes, max_model_len
         self.llm.collective_rpc(_set_version, args=(0,))
         self.handshakes: list[dict[str, Any]] = self._handshakes() if plugin else []
 
@@ -183,7 +187,8 @@ class VllmEngine:
         for (prompt, sample), output in zip(requests, outputs, strict=True):
             ids = tuple(output.outputs[0].token_ids)
             logprobs = torch.tensor([row[token].logprob for row, token in zip(output.outputs[0].logprobs, ids, strict=True)])
-            found.append(Trajectory(prompt.uid, sample, prompt.ids, ids, logprobs, version))
+            record = routes.from_vllm(output.outputs[0].routed_experts, self.model_config) if self.record_routes else None
+            found.append(Trajectory(prompt.uid, sample, prompt.ids, ids, logprobs, version, record))
         return found
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:

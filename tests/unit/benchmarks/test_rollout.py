@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import report, rollout, rollout_worker
 from benchmarks.legs import Arm, LegError
-from benchmarks.rollout_cache import cache_bytes, mamba_bytes
 from lite.errors import InputError
 from lite.model.registry import family
+from lite.runtime.rollout.vllm_cache import cache_bytes, mamba_bytes
 from lite.vllm_plugin import stock_decode
 
 FAKE = "tests.unit.benchmarks.fake_worker"

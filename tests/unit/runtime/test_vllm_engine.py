@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,21 @@ from lite.primitive.compare import bits
 from lite.primitive.kernels.vllm import mamba
 from lite.primitive.kernels.vllm.attention import paged
 from lite.primitive.parallel.packing import Seqlens
-from lite.runtime.rollout.engine import RolloutCounters
-from lite.runtime.rollout.vllm import ENVIRONMENT, VllmEngine, _load, _rotary_tables, _version, counting_scheduler, prepare_environment
+from lite.runtime import routes
+from lite.runtime.batch import PackedBatch
+from lite.runtime.rollout.engine import RolloutCounters, Sampling
+from lite.runtime.rollout.vllm import (
+    ENVIRONMENT,
+    VllmEngine,
+    _load,
+    _rotary_tables,
+    _set_version,
+    _version,
+    counting_scheduler,
+    prepare_environment,
+)
 from lite.runtime.runtime import Handle, Runtime
-from tests.checkpoints import FAMILIES, TIES, checkpoint, same, trainer
+from tests.checkpoints import FAMILIES, TIES, checkpoint, make_prompts, same, trainer
 
 PADDED = ("embed_tokens", "embeddings", "lm_head")
 QKV = {f".{part}_proj": ".qkv_proj" for part in "qkv"}
@@ -158,6 +170,26 @@ class FakeLLM:
     def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
         return [function(self.worker, *args)]
 
+    def generate(self, prompts: list[dict[str, Any]], params: list[Any], use_tqdm: bool) -> list[Any]:
+        """Answers 7, 8, ... A record is an array of uint8 [prompt + response - 1, layers, k], zeros where a layer has no experts."""
+        outputs = []
+        for prompt, param in zip(prompts, params, strict=True):
+            ids = list(range(7, 7 + param.max_tokens))
+            tokens = len(prompt["prompt_token_ids"]) + len(ids) - 1
+            record = FakeLLM.record(tokens) if self.options.get("enable_return_routed_experts") else None
+            logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in ids]
+            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs, routed_experts=record)]))
+        return outputs
+
+    @staticmethod
+    def record(tokens: int, layers: int = 5, sparse: tuple[int, ...] = (1,)) -> np.ndarray:
+        """Of 8 experts 2 a token, told apart by token and layer."""
+        record = np.zeros((tokens, layers, 2), np.uint8)
+        for layer in sparse:
+            first = (np.arange(tokens) + layer) % 8
+            record[:, layer] = np.stack([first, (first + 3) % 8], axis=1)
+        return record
+
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +199,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vllm", "vllm.v1", "vllm.v1.core", sched, f"{sched}.scheduler", f"{sched}.async_scheduler"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm"].LLM = FakeLLM  # type: ignore[attr-defined]
+    sys.modules["vllm"].SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
     sys.modules[f"{sched}.scheduler"].Scheduler = FakeScheduler  # type: ignore[attr-defined]
     sys.modules[f"{sched}.async_scheduler"].AsyncScheduler = FakeAsyncScheduler  # type: ignore[attr-defined]
 
@@ -177,7 +210,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mamba, "pin_autotuners", pinned)
 
 
-def sides(name: str, tied: bool, seed: int = 0) -> tuple[Runtime, Handle, FakeModel, VllmEngine]:
+def sides(name: str, tied: bool, seed: int = 0, **options: Any) -> tuple[Runtime, Handle, FakeModel, VllmEngine]:
     """A trainer, and an engine of the same architecture that was filled by its own load."""
     folder: Path = checkpoint(name, tied=tied, seed=seed)
     runtime, handle = trainer(folder)
@@ -185,7 +218,7 @@ def sides(name: str, tied: bool, seed: int = 0) -> tuple[Runtime, Handle, FakeMo
     FakeLLM.model = model
     engine = VllmEngine(
         runtime.bundle(), folder, plugin=False, attention="TRITON_ATTN", graphs="eager", max_model_len=64, max_step_tokens=64,
-        max_sequences=4, temperature=1.0, cache_tokens=100,
+        max_sequences=4, temperature=1.0, cache_tokens=100, **options,
     )  # fmt: skip
     return runtime, handle, model, engine
 
@@ -346,6 +379,51 @@ def test_what_vllm_did_not_load_is_refused() -> None:
 def test_a_load_that_broke_off_leaves_no_version() -> None:
     worker = load(["a", "b"], Loader(fails=True))
     assert str(worker.error) == "half way" and worker.mlite_policy_version is None
+
+
+# Routes.
+
+
+def test_a_recorded_route_is_numbered_by_layer_and_the_trainer_takes_it(fake_vllm: None) -> None:
+    runtime, handle, _, engine = sides("nemotron_h", False, record_routes=True)
+    engine.llm.collective_rpc(_set_version, args=(3,))
+    config, prompts = handle.bundle.config, make_prompts([4, 9])
+    assert engine.llm.options["enable_return_routed_experts"] is True and config.mlps == (None, "moe", None, "relu2", None)
+    found = engine.generate(prompts, Sampling(max_tokens=5))
+    for trajectory, prompt in zip(found, prompts, strict=True):
+        tokens = len(prompt.ids) + 5 - 1
+        assert trajectory.routed_experts.shape == (tokens, 5, 2) and trajectory.routed_experts.dtype == torch.int16
+        assert torch.equal(trajectory.routed_experts[:, 1], torch.from_numpy(FakeLLM.record(tokens))[:, 1].short())
+        assert (trajectory.routed_experts[:, [0, 2, 3, 4]] == -1).all(), "a zero there is no expert"
+    samples = [(t.prompt_ids, t.response_ids) for t in found]
+    batch = PackedBatch.from_samples(samples, routes=[t.routed_experts for t in found])
+    with routes.recording(handle.module) as chosen:
+        runtime.forward_backward(handle, batch, forward_only=True)
+    rows = [row for row in range(len(batch.input_ids)) if row not in (8, 22)]
+    assert torch.equal(chosen[1][rows], batch.routed_experts[rows, 1].int())
+
+
+def test_vllm_records_only_where_it_is_told_to(fake_vllm: None) -> None:
+    engine = sides("nemotron_h", False)[3]
+    assert "enable_return_routed_experts" not in engine.llm.options
+    assert engine.generate(make_prompts([4]), Sampling(max_tokens=5))[0].routed_experts is None
+    with pytest.raises(InputError, match="record_routes: the model has no experts"):
+        sides("qwen3", False, record_routes=True)
+
+
+def test_vllms_columns_are_the_models_layers() -> None:
+    """Not the layers with experts one after the other: those at 1 and 4 of 6 stay there. A model whose every layer has experts, too."""
+    config = SimpleNamespace(layers=6, mlps=(None, "moe", "relu2", None, "moe", None))
+    found = routes.from_vllm(FakeLLM.record(7, 6, (1, 4)), config)
+    assert [layer for layer in range(6) if (found[:, layer] >= 0).all()] == [1, 4]
+    assert [layer for layer in range(6) if (found[:, layer] == -1).all()] == [0, 2, 3, 5]
+    assert torch.equal(found[:, 4], torch.from_numpy(FakeLLM.record(7, 6, (1, 4))[:, 4]).short())
+    with pytest.raises(InputError, match="recorded 2 layers, the model has 6"):
+        routes.from_vllm(FakeLLM.record(7, 2, (0, 1)), config)
+    every = FakeLLM.record(7, 2, (0, 1))
+    assert torch.equal(routes.from_vllm(every, SimpleNamespace(layers=2, mlps=("moe", "moe"))), torch.from_numpy(every).short())
+    wide = np.array([[[300, 511]]], np.uint16)  # vLLM's type beyond 256 experts
+    assert routes.from_vllm(wide, SimpleNamespace(layers=1, mlps=("moe",))).tolist() == [[[300, 511]]]
 
 
 # The scheduler's counters.

@@ -1,4 +1,4 @@
-"""How large a cache holds every request of `rollout` to its end, so that no arm preempts."""
+"""How large a cache of vLLM's holds so many requests to their end."""
 
 from math import prod
 from typing import Any
@@ -12,17 +12,17 @@ BLOCK = 16  # tokens; an attention page holds a multiple of it
 
 
 def cache_bytes(config: Any, sequences: int, length: int) -> int:
-    """Of a `DecoderConfig`, for sequences of length tokens each, the same for all arms; a tenth to spare.
+    """Of a `DecoderConfig`, for sequences of length tokens each; a tenth to spare, and enough for vLLM without the plugin.
 
     Attention layers keep keys and values: 2 x 2 bytes x kv heads x head size a token and layer. Without Mamba layers that is all.
 
-    A Mamba layer keeps one page a sequence. The exact arm's is the largest, with C channels of the convolution, W its width, H heads of P,
+    A Mamba layer keeps one page a sequence. The plugin's is the larger one, with C channels of the convolution, W its width, H heads of P,
     N numbers of state and a chunk of L:  2 (W - 1) C  history  +  4 H P N  state  +  2 L C + 2 L H  rows since the last boundary.
     vLLM gives both kinds of layers pages of one size: the Mamba page, rounded up to whole blocks of 16 tokens of attention. Pages belong
     to groups of layers of one size, the smaller kind's number of layers (the larger's, where that is less than 1.5 times as many), so each
     kind counts as if its layers filled its groups; page 0 of each layer in a group is never handed out.
 
-    An attention layer's last page is counted whole beyond the length, which is enough for the smaller pages of the other arms, too.
+    An attention layer's last page is counted whole beyond the length, which is enough for vLLM's own smaller pages, too.
     """
     token = 2 * 2 * config.kv_heads * config.head_dim
     tokens = length + 64
@@ -38,7 +38,7 @@ def cache_bytes(config: Any, sequences: int, length: int) -> int:
 
 
 def mamba_bytes(mamba: Any) -> int:
-    """A sequence's state in one layer of the exact arm (`Mamba2Config`), as the plugin tells vLLM."""
+    """A sequence's state in one layer (`Mamba2Config`), as the plugin tells vLLM."""
     shape = mamba.shape
     stock = (mamba.conv_width - 1, mamba.channels), (shape.heads, shape.head_dim, shape.state)
     shapes, dtypes = state_shapes(stock, shape.chunk), state_dtypes((torch.bfloat16, torch.float32))

@@ -1,0 +1,103 @@
+"""On a Hopper GPU: verl's own main_ppo, its own vLLM rollout, and this trainer agree at every update, through sleep, wake and sync.
+
+    python -m pytest tests/gpu/test_verl.py -m gpu        # with verl 0.9.1, vLLM 0.26 and the wheels of this package and of verl_mlite
+
+tests/verl is the same on a CPU with the embedded engine. `make demo` (or examples/demo/prepare.py) makes the checkpoint.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or any(importlib.util.find_spec(name) is None for name in ("vllm", "verl", "verl_mlite")),
+        reason="needs a Hopper GPU, vLLM 0.26, verl 0.9.1 and verl_mlite: run `python -m pytest tests/gpu/test_verl.py -m gpu` there",
+    ),
+]
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / ".cache" / "demo"
+RECIPE = ROOT / "examples" / "verl_mlite" / "recipes" / "qwen3_dense.sh"
+STEPS = 3
+PHASES = {"rollout": "gen", "old logprobs": "old_log_prob", "update": "update_actor", "sync": "update_weights", "step": "step"}
+REWARD = '''"""The share of digits in an answer: it varies within a group, and no answer is right."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+'''
+CHOICES = {"TRITON_ATTN": ["actor_rollout_ref.actor.engine.attention_backend_override=TRITON_ATTN",
+                           "++actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN"], "FLASH_ATTN": []}  # fmt: skip
+
+
+def write_prompts(path: Path) -> None:
+    import pandas
+
+    rows = []
+    for i, line in enumerate((DEMO / "prompts.jsonl").read_text().splitlines()):
+        entry = json.loads(line)["reasoning_gym"]["entry"]
+        rows.append({
+            "data_source": "chain_sum", "prompt": [{"role": "user", "content": entry["question"]}], "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(entry["answer"])}, "extra_info": {"index": i, "split": "train"},
+        })  # fmt: skip
+    pandas.DataFrame(rows).to_parquet(path)
+
+
+def launch(folder: Path, model: Path, attention: str) -> list[dict[str, Any]]:
+    """-> the metrics of each step."""
+    write_prompts(folder / "prompts.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    settings = {
+        "MODEL_PATH": model, "TRAIN_FILES": folder / "prompts.parquet", "VAL_FILES": folder / "prompts.parquet", "OUT": folder / "out",
+        "N_GPUS": 1, "STEPS": STEPS, "TRAIN_BATCH": 8, "SAMPLES": 4, "PROMPT_TOKENS": 256, "RESPONSE_TOKENS": 96, "OVERLONG_TOKENS": 16,
+        "LR": "1e-5", "GPU_MEMORY": 0.35, "PYTHON": sys.executable, "LOGGER": "[console,file]",
+        "FORWARD": "PYTHONPATH HF_HUB_OFFLINE VLLM_NO_USAGE_STATS",
+    }  # fmt: skip
+    overrides = [
+        f"reward.custom_reward_function.path={folder / 'reward.py'}", "reward.custom_reward_function.name=compute_score",
+        "reward.num_workers=1", "actor_rollout_ref.rollout.agent.num_workers=1", "data.dataloader_num_workers=0",
+        "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable", *CHOICES[attention],
+    ]  # fmt: skip
+    env = os.environ | {name: str(value) for name, value in settings.items()} | {"VLLM_BATCH_INVARIANT": "1"}
+    subprocess.run(["bash", str(RECIPE), *overrides], env=env, check=True, timeout=420, cwd=folder)
+    return [json.loads(line)["data"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def smollm2(_: Path) -> Path:
+    return DEMO / "SmolLM2-135M-Instruct"
+
+
+def qwen3(folder: Path) -> Path:
+    """Qwen3-8B's layer geometry, 4 layers, random, with a tokenizer that knows fewer words than the model has."""
+    import shutil
+
+    from lite.acceptance.proxy import write_proxy
+
+    write_proxy("qwen3", folder / "model", geometry="real", layers=4, dtype=torch.bfloat16, seed=0)
+    for file in smollm2(folder).iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize(("model", "attention"), [(smollm2, "TRITON_ATTN"), (qwen3, "FLASH_ATTN")], ids=["smollm2", "qwen3"])
+def test_both_counters_are_zero_after_every_update(model, attention, tmp_path: Path, record: dict[str, Any]) -> None:
+    steps = [step for step in launch(tmp_path, model(tmp_path), attention) if "actor/grad_norm" in step]
+    assert len(steps) == STEPS
+    for step in steps:
+        assert step["training/rollout_probs_diff_valid"] == 1 and step["training/rollout_probs_diff_max"] == 0.0
+        for path in ("old", "actor"):
+            assert step[f"actor/mlite/{path}_mismatch"] == 0 < step[f"actor/mlite/{path}_tokens"]
+        assert step["actor/mlite/groups"] == 8 and step["actor/mlite/collapsed_groups"] == 0 and step["actor/grad_norm"] > 0
+    record[f"{model.__name__}: tokens"] = [step["actor/mlite/old_tokens"] for step in steps]
+    record[f"{model.__name__}: seconds"] = {
+        name: [round(step[f"timing_s/{key}"], 2) for step in steps if f"timing_s/{key}" in step] for name, key in PHASES.items()
+    }

@@ -1,0 +1,230 @@
+"""Each refusal, planted alone in a job that passes."""
+
+import copy
+import functools
+import importlib.metadata
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl_mlite import preflight as subject
+from verl_mlite.preflight import CHECKS, SETTINGS, WORKER, Job, checked, composed, preflight
+
+from lite.errors import InputError
+from tests.checkpoints import hf_config
+from tests.recipe_commands import overrides
+
+ROLLOUT, VLLM = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.engine_kwargs.vllm"
+ACTOR, ENGINE = "actor_rollout_ref.actor", "actor_rollout_ref.actor.engine"
+MODEL = "actor_rollout_ref.model"
+FORWARDED = "ray_kwargs.ray_init.runtime_env.env_vars"
+RECIPE = {"qwen3": "qwen3_dense", "nemotron_h": "nemotron_h"}
+GONE = object()
+
+
+def model_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@functools.cache
+def recipe_config(name: str, arm: str) -> DictConfig:
+    return composed(overrides(name, arm=arm))
+
+
+def planted(config: DictConfig, key: str, value: Any) -> None:
+    parent, _, leaf = key.rpartition(".")
+    with open_dict(config):
+        if value is GONE:
+            del OmegaConf.select(config, parent)[leaf]
+        else:
+            OmegaConf.update(config, key, value, merge=False, force_add=True)
+
+
+class Machine:
+    """A checkpoint of the family, data, and the packages of a GPU machine, as far as preflight asks."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "qwen3"):
+        self.patch, self.family, self.data = monkeypatch, family, folder / "train.parquet"
+        self.model = model_folder(folder / "model", **hf_config(family))
+        self.data.touch()
+        self.has(vllm="0.26.0", plugin="lite.vllm_plugin:register")
+
+    def has(self, vllm: str | None = None, plugin: str | None = None, missing: str | None = None) -> None:
+        if vllm:
+            real = importlib.metadata.version
+            self.patch.setattr("importlib.metadata.version", lambda name: vllm if name == "vllm" else real(name))
+        if plugin:
+            found = [EntryPoint("mlite", plugin, "vllm.general_plugins")]
+            self.patch.setattr(subject, "entry_points", lambda group: found)
+        self.patch.setattr(subject, "_installed", lambda name: name != missing)
+
+    def run(self, plant: dict[str, Any] | None = None, arm: str = "1") -> list[str]:
+        config = copy.deepcopy(recipe_config(RECIPE[self.family], arm))
+        mine = {"data.train_files": [str(self.data)], "data.val_files": str(self.data), f"{MODEL}.path": str(self.model)}
+        for key, value in (mine | (plant or {})).items():
+            planted(config, key, value)
+        return checked(Job(config, {"VLLM_BATCH_INVARIANT": arm, "MLITE_EXACT": arm}))
+
+    def refusal(self, plant: dict[str, Any] | None = None, arm: str = "1") -> str:
+        with pytest.raises(InputError) as caught:
+            self.run(plant, arm)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch, "nemotron_h")
+
+
+def test_a_sound_job_passes_and_each_check_says_what_it_saw(machine: Machine) -> None:
+    lines = machine.run()
+    assert lines[0] == "arm: exact, here and in every worker"
+    assert "vllm 0.26.0, which was verified" in lines and f"model: {machine.model}, qwen3" in lines
+    assert len(lines) > len(SETTINGS) + len(CHECKS) - 1
+    assert not ray.is_initialized() and not torch.cuda.is_initialized()
+
+
+def test_a_sound_hybrid_passes(hybrid: Machine) -> None:
+    lines = hybrid.run()
+    assert "packages: vllm, mamba_ssm, causal_conv1d" in lines and f"{VLLM}.mamba_ssm_cache_dtype = float32" in lines
+
+
+def test_a_sound_baseline_passes_and_needs_no_plugin(hybrid: Machine) -> None:
+    hybrid.has(plugin="other:register")
+    lines = hybrid.run(arm="0")
+    assert lines[0] == "arm: baseline, here and in every worker" and "packages: vllm, megatron.core, megatron.bridge" in lines
+
+
+NO_KEY = "is not a key of verl's configuration; did you mean "
+
+# key, what is planted there, what the refusal says after the key
+PLANTED = [
+    ("algorithm.rollout_correction.bypass_mode", True, "is True; set it to False: otherwise the trainer's logprobs are never compared"),
+    (f"{ACTOR}.strategy", "megatron", "is 'megatron'; add model_engine=mlite"),
+    (f"{ROLLOUT}.name", "sglang", "is 'sglang'; set it to vllm"),
+    (f"{ROLLOUT}.top_p", 0.95, "is 0.95; set it to 1"),
+    (f"{ROLLOUT}.top_k", 20, "is 20; set it to -1"),
+    (f"{ROLLOUT}.calculate_log_probs", False, "is False; set it to True"),
+    (f"{ROLLOUT}.enable_prefix_caching", True, "is True; set it to False"),
+    (f"{ROLLOUT}.logprobs_mode", "processed_logprobs", "is 'processed_logprobs'; set it to raw_logprobs, which fits temperature 1.0"),
+    (f"{ROLLOUT}.quantization", "fp8", "is 'fp8'; leave it null"),
+    (f"{ROLLOUT}.tensor_model_parallel_size", 2, "is 2; set it to 1: an engine on one GPU"),
+    (f"{ROLLOUT}.pipeline_model_parallel_size", 2, "is 2; set it to 1"),
+    (f"{ROLLOUT}.data_parallel_size", 2, "is 2; set it to 1"),
+    (f"{ROLLOUT}.expert_parallel_size", 2, "is 2; set it to 1"),
+    (f"{ROLLOUT}.checkpoint_engine.backend", "delta_sharded", "is 'delta_sharded'; set it to naive"),
+    (f"{ROLLOUT}.full_determinism", True, "is True with rollout.n=8: all samples of a prompt get one seed"),
+    (f"{MODEL}.lora_rank", 8, "is 8; set it to 0: all weights are trained"),
+    (f"{MODEL}.lora.rank", 8, "is 8; set it to 0: all weights are trained"),
+    (f"{MODEL}.mtp.enable", True, "is True; set it to False"),
+    ("critic.enable", True, "is True; set it to False: a critic is not built"),
+    (f"{VLLM}.worker_extension_cls", GONE, f"is not set; add +{VLLM}.worker_extension_cls={WORKER}"),
+    (f"{VLLM}.worker_extension_cls", "a.B", "is 'a.B'; add "),
+    (f"{VLLM}.attention_backend", "TRITON_ATTN", "is 'TRITON_ATTN'; set it to the trainer's, FLASH_ATTN"),
+    (f"{VLLM}.compilation_config.mode", 3, "is 3; set compilation_config="),
+    (f"{VLLM}.compilation_config.cudagraph_mode", "FULL_AND_PIECEWISE", "is 'FULL_AND_PIECEWISE'; set compilation_config="),
+    (f"{VLLM}.compilation_config.custom_ops", ["none"], "is ['none']; set compilation_config="),
+    (f"{VLLM}.async_scheduling", True, "is True; set it to False"),
+    (f"{VLLM}.enable_flashinfer_autotune", GONE, "is not set; set it to False"),
+    (f"{ENGINE}.cross_entropy_fuson", True, "is not a known key; did you mean 'cross_entropy_fusion'?"),
+    ("actor_rollout_ref.ref.engine.tpp", 2, "is not a known key; did you mean"),
+    (f"{FORWARDED}.MLITE_EXACT", "0", "is 0, 1 here; add "),
+    (f"{FORWARDED}.MLITE_EXACT", GONE, f"is 0, 1 here; add +{FORWARDED}.MLITE_EXACT='\"1\"'"),
+    (f"{FORWARDED}.VLLM_BATCH_INVARIANT", "0", "is 0, 1 here; add "),
+    ("data.val_files", ["/none.parquet"], "/none.parquet does not exist; correct the path"),
+    (f"{ACTOR}.loss_agg_mode", "token-median", ""),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "says"), PLANTED)
+def test_what_would_void_the_run_is_refused_with_where_and_what_to_do(machine: Machine, key: str, value: Any, says: str) -> None:
+    where = ACTOR if key.endswith("loss_agg_mode") else key  # verl refuses it, and says no key
+    assert machine.refusal({key: value}).startswith(f"{where}: {says}")
+
+
+def test_every_setting_is_planted() -> None:
+    assert {key for key, *_ in SETTINGS} <= {key for key, *_ in PLANTED}
+
+
+def test_another_temperature_needs_other_logprobs(machine: Machine) -> None:
+    assert machine.refusal({f"{ROLLOUT}.temperature": 0.6}) == (
+        f"{ROLLOUT}.logprobs_mode: is 'raw_logprobs'; set it to processed_logprobs, which fits temperature 0.6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        (f"{ENGINE}.ep", 16, "engine.ep: 16 is not built; choose from 1"),
+        (f"{ENGINE}.impl_cfg.recomput", "full", "engine.impl_cfg.recomput: is not a known key; did you mean 'recompute'?"),
+    ],
+)
+def test_what_the_engine_itself_refuses_is_said_in_its_words(machine: Machine, key: str, value: Any, says: str) -> None:
+    assert machine.refusal({key: value}).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (f"{ENGINE}.attention_backend=X", f"{ENGINE}.attention_backend: {NO_KEY}'attention_backend_override'?"),
+        ("actor_rollout_ref.actor.enigne.tp=1", f"actor_rollout_ref.actor.enigne.tp: {NO_KEY}'engine'?"),
+        (f"~{ENGINE}.grad_ofload", f"{ENGINE}.grad_ofload: {NO_KEY}'grad_offload'?"),
+        (f"+{ENGINE}.tp=1", f"overrides: Could not append to config. An item is already at '{ENGINE}.tp'."),
+        ("model_engine=mlit", "overrides: In 'ppo_trainer': Could not find 'model_engine/mlit'"),
+    ],
+)  # fmt: skip
+def test_what_hydra_does_not_take_is_named_with_the_nearest_key(override: str, says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        preflight([*overrides("qwen3_dense"), override], {})
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("invariant", "exact"), [("1", "0"), ("0", "1"), ("1", None), (None, "1"), ("yes", "yes")])
+def test_switches_that_disagree_are_refused(invariant: str | None, exact: str | None) -> None:
+    found = {"VLLM_BATCH_INVARIANT": invariant, "MLITE_EXACT": exact}
+    job = Job(recipe_config("qwen3_dense", "1"), {name: value for name, value in found.items() if value is not None})
+    with pytest.raises(InputError, match=r"environment: VLLM_BATCH_INVARIANT is .* and MLITE_EXACT is .*; set both to 1"):
+        checked(job)
+
+
+def test_a_model_that_is_not_there_or_of_no_family_is_refused(machine: Machine, tmp_path: Path) -> None:
+    assert machine.refusal({f"{MODEL}.path": str(tmp_path / "none")}).startswith(f"{tmp_path}/none: no such folder; ")
+    (tmp_path / "empty").mkdir()
+    assert "empty/config.json: no such file; " in machine.refusal({f"{MODEL}.path": str(tmp_path / "empty")})
+    other = model_folder(tmp_path / "other", **hf_config("qwen3", model_type="qwen3_mo"))
+    said = machine.refusal({f"{MODEL}.path": str(other)})
+    assert said == "config.json: model_type 'qwen3_mo' is not supported; did you mean 'qwen3_moe'?"
+    (other / "model.safetensors").unlink()
+    assert "holds no safetensors" in machine.refusal({f"{MODEL}.path": str(other)})
+
+
+def test_packages_that_are_not_there_or_not_verified_are_refused(hybrid: Machine) -> None:
+    hybrid.has(missing="mamba_ssm")
+    assert hybrid.refusal() == "packages: mamba_ssm is not installed; pip install 'megatron-lite[gpu]'"
+    hybrid.has(missing="causal_conv1d")
+    assert hybrid.refusal().startswith("packages: causal_conv1d is not installed")
+    hybrid.has(missing="megatron.core")
+    assert hybrid.refusal(arm="0").startswith("packages: megatron.core is not installed")
+    hybrid.has(vllm="0.27.0")
+    assert hybrid.refusal().startswith("vllm: version 0.27.0 was not verified; install 0.26.0")
+    hybrid.has(vllm="0.26.0", plugin="other:register")
+    assert "so vLLM does not see its plugin" in hybrid.refusal()
+
+
+def test_a_hybrid_whose_states_are_not_fp32_is_refused(hybrid: Machine) -> None:
+    said = hybrid.refusal({f"{VLLM}.mamba_ssm_cache_dtype": "bfloat16"})
+    assert said.startswith(f"{VLLM}.mamba_ssm_cache_dtype: is 'bfloat16'; add +")

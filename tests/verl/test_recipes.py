@@ -1,0 +1,113 @@
+"""The launch scripts, in the modes that start nothing."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.recipe_commands import ARMS, NAMES, RECIPES, dry_run, environment, overrides, recipe, words
+
+# The exact arm's command, byte for byte. A run that goes on from its checkpoints must be started by the same one.
+EXACT_SHA256 = {
+    "nemotron_h": "1ef493ad4d989663329a4c82d7de987a5caa61399839542c1625cd92c7e654bf",
+    "qwen3_dense": "acdeb680a9762d80467fff1bfd4d52f4ed6033108d1b2c1598d539ac71c2a07f",
+}
+RENEW = """the exact command of {name}.sh has changed. If that is meant, look at the difference to the commit before
+  cd examples/verl_mlite/recipes && env -i PATH="$PATH" HOME=/home/user OUT=/runs/out DRY_RUN=1 bash {name}.sh
+and write {found} into EXACT_SHA256, and what changed and why into docs/recipes.md."""
+
+GATHER = "+ray_kwargs.ray_init.runtime_env.env_vars."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_exact_command_is_the_same_to_the_byte(name: str) -> None:
+    found = hashlib.sha256(dry_run(name).encode()).hexdigest()
+    assert found == EXACT_SHA256[name], RENEW.format(name=name, found=found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_is_the_default_and_the_switch_is_forwarded_with_its_twin(name: str) -> None:
+    assert dry_run(name) == dry_run(name, arm="1")
+    for arm in ARMS:
+        command = words(dry_run(name, arm=arm, MLITE_EXACT="1" if arm == "0" else "0"))  # what a shell held is of no account
+        assert command[:3] == ["env", f"VLLM_BATCH_INVARIANT={arm}", f"MLITE_EXACT={arm}"]
+        forwarded = dict(o.removeprefix(GATHER).split("=") for o in command if o.startswith(GATHER))
+        assert {key: forwarded[key] for key in ("VLLM_BATCH_INVARIANT", "MLITE_EXACT")} == {
+            "VLLM_BATCH_INVARIANT": f'"{arm}"', "MLITE_EXACT": f'"{arm}"',
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_arms_share_no_folder(name: str) -> None:
+    def folders(arm: str) -> list[str]:
+        return [word for word in words(dry_run(name, arm=arm)) if "/runs/out" in word]
+
+    exact, baseline = folders("1"), folders("0")
+    assert len(exact) == len(baseline) == 3 and all("/runs/out/" in word for word in exact)
+    assert all("/runs/out-baseline/" in word for word in baseline)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_arms_differ_only_by_what_belongs_to_an_arm(name: str) -> None:
+    def keys(arm: str) -> set[str]:
+        return {override.split("=")[0].lstrip("+") for override in overrides(name, arm=arm)}
+
+    exact, baseline = keys("1") - keys("0"), keys("0") - keys("1")
+    ours = ("hydra.searchpath", "actor_rollout_ref.actor.engine.", "actor_rollout_ref.rollout.engine_kwargs.vllm.")
+    assert {key for key in exact if not key.startswith(ours)} == {
+        "actor_rollout_ref.rollout.logprobs_mode", "actor_rollout_ref.rollout.enable_prefix_caching",
+    }  # fmt: skip
+    assert all(key.startswith("actor_rollout_ref.actor.megatron.") for key in baseline) or name == "nemotron_h"
+    assert ("actor_rollout_ref.actor.megatron.router_replay.mode" in baseline) == (name == "nemotron_h")
+
+
+@pytest.mark.parametrize(("temperature", "mode"), [("1", "raw"), ("1.0", "raw"), ("0.6", "processed"), ("1.5", "processed")])
+def test_the_logprobs_mode_follows_the_temperature(temperature: str, mode: str) -> None:
+    found = overrides("qwen3_dense", TEMPERATURE=temperature)
+    assert f"actor_rollout_ref.rollout.logprobs_mode={mode}_logprobs" in found
+
+
+def test_composing_alone_prints_the_configuration_and_makes_nothing(tmp_path: Path) -> None:
+    odd = tmp_path / 'a "b", {c}=[d]'  # what Hydra's grammar would read something into
+    script = ["bash", str(RECIPES / "nemotron_h.sh"), "trainer.save_freq=7"]
+    variables = {
+        "COMPOSE_ONLY": "1", "OUT": str(odd), "TRAIN_FILES": f"{tmp_path}/x y.parquet,{tmp_path}/z.parquet", "NCCL_NVLS_ENABLE": "0",
+        "PYTHON": sys.executable,
+    }  # fmt: skip
+    runs = [
+        subprocess.Popen(script, env=environment(arm, **variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for arm in ARMS
+    ]
+    for arm, run in zip(ARMS, runs, strict=True):
+        printed, errors = run.communicate(timeout=300)
+        assert run.returncode == 0, errors
+        config = OmegaConf.create(printed)
+        folder = f"{odd}" if arm == "1" else f"{odd}-baseline"
+        assert config.trainer.default_local_dir == f"{folder}/checkpoints" and config.trainer.save_freq == 7
+        assert config.data.train_files == [f"{tmp_path}/x y.parquet", f"{tmp_path}/z.parquet"]
+        forwarded = config.ray_kwargs.ray_init.runtime_env.env_vars
+        assert dict(forwarded) == {
+            "VLLM_BATCH_INVARIANT": arm, "MLITE_EXACT": arm, "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl", "NCCL_NVLS_ENABLE": "0",
+        }  # fmt: skip
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_how_to_call_it(name: str) -> None:
+    done = recipe(name, "-h")
+    assert done.returncode == 0 and "examples:" in done.stdout
+    assert all(word in done.stdout for word in ("VLLM_BATCH_INVARIANT=0", "DRY_RUN=1", "COMPOSE_ONLY=1", "MODEL_PATH", "STEPS", "OUT"))
+
+
+def test_a_switch_that_is_neither_is_refused() -> None:
+    done = recipe("qwen3_dense", arm="yes", DRY_RUN="1")
+    assert done.returncode == 2 and done.stderr == "error: VLLM_BATCH_INVARIANT: is 'yes'; set it to 1 (exact) or 0 (baseline)\n"
+
+
+def test_nothing_is_made_where_preflight_refuses(tmp_path: Path) -> None:
+    done = recipe("qwen3_dense", OUT=str(tmp_path / "out"), MODEL_PATH=str(tmp_path / "none"), PYTHON=sys.executable)
+    assert done.returncode == 2 and "none: no such folder" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
