@@ -37,7 +37,9 @@ def generate(engine: EmbeddedServer, prompts: list[list[int]], **changes: Any) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_concurrent_requests_of_one_prompt_are_different_samples_with_the_trainers_logprobs(dtype):
     prompts = [[3, 1, 4]] * 4 + [[1, 5, 9, 2, 6]] * 2
-    outputs = generate(server(dtype), prompts)
+    engine = server(dtype)
+    outputs = generate(engine, prompts)
+    assert engine.engine.counters.rows_max_in_batch > len(prompts[0])  # all but the first one ran together
     assert len({tuple(output.token_ids) for output in outputs}) == len(outputs)
     short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
     runtime, handle = trainer(checkpoint("qwen3", short), short)

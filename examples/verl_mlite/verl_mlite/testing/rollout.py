@@ -144,6 +144,8 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights: Iterator[tuple[str, Tensor]], wire_format: str = "named_tensors", global_steps: int | None = None, **_: Any
     ) -> None:
+        if wire_format != "named_tensors":
+            raise InputError("weight sync", f"{wire_format} is not built", "set rollout.checkpoint_engine.backend=naive")
         if (global_steps or 0) > int(os.environ.get(SKIP_SYNC_AFTER, 1 << 62)):
             return
         with torch.no_grad():
