@@ -8,7 +8,11 @@ class InputError(ValueError):
     """Bad input. The message is one line: where it is, what is wrong, what to do. The command line exits with 2."""
 
     def __init__(self, where: object, what: str, fix: str):
-        super().__init__(" ".join(f"{where}: {what}; {fix}".split()))
+        super().__init__(str(where), what, fix)  # all three, so that it passes between processes
+
+    def __str__(self) -> str:
+        where, what, fix = self.args
+        return " ".join(f"{where}: {what}; {fix}".split())
 
 
 class ProbeError(RuntimeError):

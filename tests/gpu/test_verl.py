@@ -61,14 +61,43 @@ def launch(folder: Path, model: Path, attention: str) -> list[dict[str, Any]]:
         "LR": "1e-5", "GPU_MEMORY": 0.35, "PYTHON": sys.executable, "LOGGER": "[console,file]",
         "FORWARD": "PYTHONPATH HF_HUB_OFFLINE VLLM_NO_USAGE_STATS",
     }  # fmt: skip
+    env = os.environ | {name: str(value) for name, value in settings.items()} | {"VLLM_BATCH_INVARIANT": "1"}
+    subprocess.run(["bash", str(RECIPE), *always(folder), *CHOICES[attention]], env=env, check=True, timeout=420, cwd=folder)
+    return [json.loads(line)["data"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def launch_baseline(folder: Path, model: Path) -> list[dict[str, Any]]:
+    """The same steps with vLLM as installed and verl's own FSDP2 engine (Megatron-Bridge is not there), its differing bytes counted."""
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     overrides = [
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder / 'prompts.parquet'}", f"data.val_files={folder / 'prompts.parquet'}",
+        "data.train_batch_size=8", "data.max_prompt_length=256", "data.max_response_length=96",
+        f"actor_rollout_ref.model.path={model}", "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.use_remove_padding=False", f"{actor}.strategy=fsdp2", f"{actor}.optim.lr=1e-5",
+        f"{actor}.ppo_mini_batch_size=8", f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu=4096",
+        f"{actor}.fsdp_config.use_torch_compile=False", f"{rollout}.name=vllm", f"{rollout}.n=4", f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.gpu_memory_utilization=0.35", f"{rollout}.calculate_log_probs=True",
+        "trainer.use_v1=False", "trainer.logger=[console,file]", "trainer.n_gpus_per_node=1", "trainer.nnodes=1",
+        f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=False", f"trainer.default_local_dir={folder / 'baseline'}",
+        *always(folder),
+    ]  # fmt: skip
+    forwarded = {
+        "VERL_FILE_LOGGER_PATH": str(folder / "baseline.jsonl"), "VERL_USE_EXTERNAL_MODULES": "verl_mlite.testing.counted_fsdp2",
+        "VLLM_BATCH_INVARIANT": "0",
+    }  # fmt: skip
+    overrides += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in forwarded.items()]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+    subprocess.run(command, env=os.environ | forwarded, check=True, timeout=420, cwd=folder)
+    return [json.loads(line)["data"] for line in (folder / "baseline.jsonl").read_text().splitlines()]
+
+
+def always(folder: Path) -> list[str]:
+    """Overrides of both: the reward, few processes, nothing saved."""
+    return [
         f"reward.custom_reward_function.path={folder / 'reward.py'}", "reward.custom_reward_function.name=compute_score",
         "reward.num_workers=1", "actor_rollout_ref.rollout.agent.num_workers=1", "data.dataloader_num_workers=0",
-        "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable", *CHOICES[attention],
+        "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable",
     ]  # fmt: skip
-    env = os.environ | {name: str(value) for name, value in settings.items()} | {"VLLM_BATCH_INVARIANT": "1"}
-    subprocess.run(["bash", str(RECIPE), *overrides], env=env, check=True, timeout=420, cwd=folder)
-    return [json.loads(line)["data"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
 def smollm2(_: Path) -> Path:
@@ -101,3 +130,15 @@ def test_both_counters_are_zero_after_every_update(model, attention, tmp_path: P
     record[f"{model.__name__}: seconds"] = {
         name: [round(step[f"timing_s/{key}"], 2) for step in steps if f"timing_s/{key}" in step] for name, key in PHASES.items()
     }
+
+
+def test_the_regular_baseline_differs_at_every_update(tmp_path: Path, record: dict[str, Any]) -> None:
+    """The counts can count: verl's own trainer beside vLLM as installed."""
+    write_prompts(tmp_path / "prompts.parquet")
+    (tmp_path / "reward.py").write_text(REWARD)
+    steps = [step for step in launch_baseline(tmp_path, smollm2(tmp_path)) if "actor/grad_norm" in step]
+    assert len(steps) == STEPS and all(step["actor/mlite/old_mismatch"] > 0 for step in steps)
+    record["baseline (verl's fsdp2 engine, smollm2): mismatch of tokens"] = [
+        [step["actor/mlite/old_mismatch"], step["actor/mlite/old_tokens"]] for step in steps
+    ]
+    record["baseline: seconds of a step"] = [round(step["timing_s/step"], 2) for step in steps]

@@ -147,7 +147,7 @@ class MliteEngine(BaseEngine):
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, Any]:
         outputs = super().train_batch(data, loss_function)
-        outputs["metrics"] |= self.agreement.take()
+        outputs["metrics"] |= self.agreement.take() | {"mlite/deployed_bytes_changed": [self.handle.weights.bytes_changed]}
         return outputs
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:

@@ -1,5 +1,6 @@
 """A setting is honoured or refused by name; a misspelt one never runs as the default."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,9 @@ def test_a_backward_needs_a_loss_and_the_announced_number_of_micro_batches() -> 
         runtime.forward_backward(handle, batch)
     with pytest.raises(InputError, match="1 micro-batches, 2 announced"):
         runtime.forward_backward(handle, batch, num_microbatches=2, forward_only=True)
+
+
+def test_an_error_says_the_same_after_it_has_passed_between_processes() -> None:
+    error = InputError(Path("config.json"), "holds\nno layers", "correct it")
+    assert str(error) == "config.json: holds no layers; correct it"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
