@@ -82,7 +82,7 @@ def launch_baseline(folder: Path, model: Path) -> list[dict[str, Any]]:
         *always(folder),
     ]  # fmt: skip
     forwarded = {
-        "VERL_FILE_LOGGER_PATH": str(folder / "baseline.jsonl"), "VERL_USE_EXTERNAL_MODULES": "verl_mlite.testing.counted_fsdp2",
+        "VERL_FILE_LOGGER_PATH": str(folder / "baseline.jsonl"), "VERL_USE_EXTERNAL_MODULES": "verl_mlite.counted_fsdp2",
         "VLLM_BATCH_INVARIANT": "0",
     }  # fmt: skip
     overrides += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in forwarded.items()]

@@ -55,6 +55,7 @@ class MliteEngine(BaseEngine):
         self.mode: str | None = None
         self.agreement = Agreement()
         self.synced_version: int | None = None  # of the weights that the rollout holds
+        self.synced_fingerprint: str | None = None  # which its workers have, or the run has ended (exact mode)
         self.saved: list[Path] = []
         if model_config.get("lora_rank", 0) or (model_config.get("lora") or {}).get("rank", 0):
             raise InputError("model.lora", "adapters are not built", "train all weights: set its rank to 0")
@@ -148,6 +149,8 @@ class MliteEngine(BaseEngine):
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, Any]:
         outputs = super().train_batch(data, loss_function)
         outputs["metrics"] |= self.agreement.take() | {"mlite/deployed_bytes_changed": [self.handle.weights.bytes_changed]}
+        if self.synced_fingerprint is not None:
+            outputs["metrics"]["mlite/synced_fingerprint"] = [int(self.synced_fingerprint[:12], 16)]
         return outputs
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
@@ -160,8 +163,8 @@ class MliteEngine(BaseEngine):
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         if os.environ.get("MLITE_EXACT") == "1":
-            weights = self.handle.weights
-            facts = {"version": weights.require(), "fingerprint": weights.fingerprint(), "rows": weight_rows(self.handle.bundle)}
+            self.synced_fingerprint = self.handle.weights.fingerprint()
+            facts = {"version": self.synced_version, "fingerprint": self.synced_fingerprint, "rows": weight_rows(self.handle.bundle)}
             yield SYNC, torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(self.handle.device)
         yield from self.runtime.export_weights(self.handle)
 

@@ -1,6 +1,6 @@
 """verl's own FSDP2 engine with our counts of differing logprob bytes: what the regular baseline has, where the exact arm has 0.
 
-Loaded by VERL_USE_EXTERNAL_MODULES=verl_mlite.testing.counted_fsdp2. verl looks for an engine of a device and vendor before one of the
+Loaded by VERL_USE_EXTERNAL_MODULES=verl_mlite.counted_fsdp2. verl looks for an engine of a device and vendor before one of the
 device, so nothing of verl's is replaced.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDict
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
 from verl_mlite.agreement import Agreement
 
 
