@@ -29,6 +29,7 @@ def test_every_logprob_is_the_rollouts_after_every_update(data, policy, trainer,
     for step in steps:
         assert {name: step[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0)
         assert_not_vacuous(step)
+    assert len({step["actor/mlite/synced_fingerprint"] for step in steps}) == 3  # each batch was sampled from another policy
 
 
 def test_weights_that_were_not_synced_are_found_by_both_counts(data, policy):
