@@ -14,6 +14,7 @@ import torch
 
 from lite.acceptance.proxy import write_proxy
 
+ON_CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_mlite.testing.platform_cpu,verl_mlite.testing.rollout"}
 TIMEOUT = 240  # seconds; a run takes less than a quarter of it on two idle cores
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2: a proxy's end of sequence is 2
 TEMPLATE = (
@@ -128,7 +129,7 @@ def _run(command: list[str], *overrides: str, **environment: str) -> list[Metric
             "trainer.resume_mode=disable", f"trainer.default_local_dir={path}/checkpoints",
         ]  # fmt: skip
         env = os.environ | {
-            "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_mlite.testing", "VERL_FILE_LOGGER_PATH": f"{path}/metrics",
+            **ON_CPU, "VERL_FILE_LOGGER_PATH": f"{path}/metrics",
             "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HYDRA_FULL_ERROR": "1", "PYTHONWARNINGS": "ignore",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray writes one into the home directory
         } | environment  # fmt: skip

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.verl_runs import write_data, write_policy
+from tests.verl_runs import ON_CPU, write_data, write_policy
 
 IN_TIER = Path(sys.prefix).name == ".venv-verl"
 
 if IN_TIER:  # before anything imports verl
-    os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="verl_mlite.testing")
+    os.environ.update(ON_CPU)
 else:
     collect_ignore_glob = ["test_*.py"]
 

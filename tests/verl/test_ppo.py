@@ -16,7 +16,7 @@ def assert_not_vacuous(step: Metrics) -> None:
     assert step["actor/mlite/old_tokens"] == step["actor/mlite/actor_tokens"] > 0
     assert (step["actor/mlite/groups"], step["actor/mlite/collapsed_groups"]) == (GROUPS, 0)
     assert step["actor/grad_norm"] > 0
-    assert step["actor/lr"] > 0
+    assert step["actor/mlite/deployed_bytes_changed"] > 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from tests.verl_runs import Metrics, train_sft
 MLITE = ["engine=mlite", "optim=megatron", "engine.dtype=float32"]
 # verl's engines are registered for cuda only; FSDP2's needs nothing of it.
 FSDP2 = ["engine.strategy=fsdp2", "engine.use_torch_compile=False", "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32}"]
-ON_CPU = {"VERL_ENGINE_DEVICE": "cuda"}
+ANYWHERE = {"VERL_ENGINE_DEVICE": "cuda"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def sharded(data, policy, tmp_path_factory):
 def test_losses_and_gradients_are_those_of_verls_own_engine(data, policy, sharded, ranks):
     model = policy("qwen3", "float32")
     ours = sharded[2] if ranks == 2 else train_sft(data, model, *MLITE, steps=2)
-    theirs = train_sft(data, model, *FSDP2, ranks=ranks, steps=2, **ON_CPU)
+    theirs = train_sft(data, model, *FSDP2, ranks=ranks, steps=2, **ANYWHERE)
     assert len(theirs) == 2
     assert ours[0]["train/loss"] == pytest.approx(theirs[0]["train/loss"], rel=1e-5)
     assert ours[0]["train/grad_norm"] == pytest.approx(theirs[0]["train/grad_norm"], rel=1e-3)

@@ -1,6 +1,5 @@
-"""What verl needs to train on a machine without a GPU: a platform, and Megatron Lite's embedded engine as a rollout. For tests only:
+"""For tests only, and inert until one of its modules is named. What verl needs to train on a machine without a GPU:
 
-VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_mlite.testing, and actor_rollout_ref.rollout.name=embedded
+VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_mlite.testing.platform_cpu,verl_mlite.testing.rollout
+and actor_rollout_ref.rollout.name=embedded
 """
-
-from verl_mlite.testing import platform_cpu, rollout  # noqa: F401 - both register themselves
