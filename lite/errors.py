@@ -14,6 +14,9 @@ class InputError(ValueError):
         where, what, fix = self.args
         return " ".join(f"{where}: {what}; {fix}".split())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"  # Hydra prints it
+
 
 class ProbeError(RuntimeError):
     """A kernel does not keep its contract on this device. The message names the kernel, the shape and the first differing row."""

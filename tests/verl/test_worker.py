@@ -81,7 +81,7 @@ class Job:
 
     def __init__(self, extension: type, family: str):
         runtime, handle = trainer(checkpoint(family, "bf16"))
-        sent = list(MliteEngine._exported(SimpleNamespace(runtime=runtime, handle=handle)))
+        sent = list(MliteEngine._exported(SimpleNamespace(runtime=runtime, handle=handle, synced_version=handle.weights.require())))
         self.facts = json.loads(bytes(sent[0][1].tolist()))
         self.tensors = [(name, tensor.clone()) for name, tensor in sent[1:]]
         self.model = FakeModel(self.tensors, Mapper(**MAPPERS[family]))
