@@ -102,7 +102,7 @@ GATES: tuple[Gate, ...] = (
             "test_two_gpus.py"),
     _pytest("verl", "verl's main_ppo with its own vLLM rollout: both counters are 0 after every update, reload, sleep and wake.",
             "test_verl.py"),
-    _pytest("route-replay", "vLLM's routes are those of the trainer, and replayed they give its logprobs.", "test_route_replay.py"),
+    _pytest("route-replay", "vLLM's routes are those of the trainer, and replayed they give its logprobs.", "test_vllm_routes.py"),
     _pytest("fsdp-engine", "Both ranks of a sharded trainer agree with vLLM at every policy.", "test_two_gpus_engine.py"),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """On a Hopper GPU: vLLM records the experts that it chose, they are the trainer's own choice, and the trainer replays them, at
 Qwen3-30B-A3B's layer geometry, 4 layers.
 
-    python -m pytest tests/gpu/test_route_replay.py -m gpu        # with vLLM 0.26 and this package's wheel installed
+    python -m pytest tests/gpu/test_vllm_routes.py -m gpu        # with vLLM 0.26 and this package's wheel installed
 
 Limits, set beforehand: a replay takes its weights from another softmax than the kernel's, so they differ by roundings of fp32 and a bf16
 result may fall on the other side: 1e-2 on logprobs, 1e-1 on the routers' gradients.
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None,
-        reason="needs a Hopper GPU and vLLM 0.26: run `python -m pytest tests/gpu/test_route_replay.py -m gpu` there",
+        reason="needs a Hopper GPU and vLLM 0.26: run `python -m pytest tests/gpu/test_vllm_routes.py -m gpu` there",
     ),
 ]
 
