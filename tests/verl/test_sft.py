@@ -16,11 +16,11 @@ def sharded(data, policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     schedule = ["optim.lr_decay_style=cosine", "optim.lr_decay_steps=6"]
 
-    def train(name: str, *overrides: str) -> list[Metrics]:
-        where = f"trainer.default_local_dir={folder}/{name}"
+    def train(*overrides: str) -> list[Metrics]:
+        where = f"trainer.default_local_dir={folder}"
         return train_sft(data, policy("qwen3", "float32"), *MLITE, *schedule, where, *overrides, ranks=2, steps=4)
 
-    return train, folder, train("whole", "trainer.save_freq=2")
+    return train, folder, train("trainer.save_freq=2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -36,8 +36,9 @@ def test_losses_and_gradients_are_those_of_verls_own_engine(data, policy, sharde
 
 
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(sharded):
+    """In the same folder, so that its last checkpoint takes the place of the one that is there."""
     train, folder, whole = sharded
-    resumed = train("resumed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/whole/global_step_2")
+    resumed = train("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_2")
     figures = lambda steps: [[step["train/loss"], step["train/grad_norm"], step["train/lr"]] for step in steps]
     assert figures(resumed) == figures(whole[2:])
     assert len({step["train/lr"] for step in whole}) == 4
