@@ -1,6 +1,7 @@
 """Runs gates as subprocesses, stale ones first, several at once where asked; what is done and still fresh is not run again."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,8 +121,8 @@ def _prepare(out: Path, checkout: Path, events: Events, limit: float) -> list[Ou
 def _start(gate: Gate, out: Path, checkout: Path) -> "_Process":
     """In out, so that the receipt names its folder by a relative path. Tests belong to the checkout and run there."""
     receipt = out / gate.name / "receipt.json"
-    for earlier in (receipt, out / f"{gate.name}.json"):
-        earlier.unlink(missing_ok=True)
+    (out / f"{gate.name}.json").unlink(missing_ok=True)
+    shutil.rmtree(out / gate.name, ignore_errors=True)
     program, *arguments = gate.command
     cwd = checkout if program == "pytest" else out
     return _Process(gate.name, (*PROGRAMS[program], *arguments), cwd, {"MLITE_RECEIPT": str(receipt), **gate.env}, out)

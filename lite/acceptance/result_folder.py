@@ -15,7 +15,7 @@ CHECKPOINTS, FAILING = "checkpoints", "failing"
 @contextmanager
 def claimed(out: Path, go_on: bool) -> Iterator[None]:
     """Creates the folder, or clears what an earlier run wrote into it (go_on: leaves it), and keeps other runs out meanwhile. InputError
-    for a folder that holds anything else: it is somebody's."""
+    for a folder that holds anything else, since it is somebody's, or a long run's checkpoints, which a forgotten --resume would cost."""
     ours = {RUN, RECEIPT, ROLLOUT, SCORES, PLOTS, CHECKPOINTS, FAILING, "proxy", "report.md", LOCK}
     if out.exists() and not out.is_dir():
         raise InputError("--out", f"{out} is a file", "name a folder")
@@ -24,6 +24,8 @@ def claimed(out: Path, go_on: bool) -> Iterator[None]:
     if foreign or (entries and LOCK not in {e.name for e in entries}):
         what = foreign[0] if foreign else entries[0].name
         raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
+    if not go_on and any((out / CHECKPOINTS).glob("step-*")):
+        raise InputError("--out", f"{out} holds the checkpoints of a run", "go on with --resume, name another folder, or delete it")
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")

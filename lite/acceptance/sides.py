@@ -12,6 +12,7 @@ from lite.errors import InputError
 from lite.model.protocol import ModelBundle
 from lite.model.registry import family
 from lite.primitive.ckpt.safetensors_files import read_json
+from lite.primitive.kernels.vllm.version import require_verified_version
 from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
 from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConfig
 from lite.runtime.rollout.embedded import EmbeddedEngine
@@ -135,6 +136,7 @@ def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) 
     """As above: odd steps that cut long prompts, up to 512 requests at once, and too little cache for all of them: three quarters of
     what they need, or half of what is being read in while one of them decodes; of a hybrid, whose pages hold thousands of tokens, what a
     quarter of them need."""
+    require_verified_version()
     sequences = min(c.groups * c.samples, 512)
     longest = task.longest_prompt + c.response_tokens
     step_tokens = max(2049, sequences)

@@ -134,7 +134,7 @@ def _dataset(path: Path, name: str) -> Any:
 
         return reasoning_gym.create_dataset(name, size=1, seed=0)
     except ImportError as error:
-        raise InputError("--prompts", f"needs reasoning-gym ({error})", "pip install 'megatron-lite[demo]'") from None
+        raise InputError("--prompts", f"needs reasoning-gym ({error})", "pip install '.[demo]' in the checkout") from None
     except (ValueError, KeyError):
         raise InputError(path, f"reasoning-gym has no data set {name!r}", "name one that it has") from None
 
@@ -143,7 +143,7 @@ def _tokenizer(checkpoint: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise InputError("--prompts", "needs a tokenizer and transformers is not installed", "pip install 'megatron-lite[demo]'") from None
+        raise InputError("--prompts", "needs transformers for its tokenizer", "pip install '.[demo]' in the checkout") from None
     try:
         return AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:

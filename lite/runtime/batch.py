@@ -21,8 +21,8 @@ class PackedBatch:
     loss_mask[T] bool: the rows whose label is scored; None scores all. A response's first token is scored at the prompt's last row.
     position_ids[T]: None counts from 0 in each sequence.
     temperature: one for all, or [T] fp32.
-    routed_experts[T, L, k]: the experts to take in place of the routers' own choice (`lite.runtime.routes`); signed integers, L the model's
-    layers, -1 for none. None: the routers choose.
+    routed_experts[T, L, k]: the experts to take in place of the routers' own choice (`lite.runtime.routes`); int16, int32 or int64, L the
+    model's layers, -1 for none. None: the routers choose.
     """
 
     input_ids: Tensor
@@ -52,7 +52,8 @@ class PackedBatch:
             raise InputError("PackedBatch.loss_mask", "marks no token", "an empty mask scores and proves nothing; mark the responses")
         r = self.routed_experts
         if r is not None and (r.ndim != 3 or r.dtype not in (torch.int16, torch.int32, torch.int64)):
-            raise InputError("PackedBatch.routed_experts", f"is {r.dtype} of shape {tuple(r.shape)}", "give signed [tokens, layers, k]")
+            what = f"is {r.dtype} of shape {tuple(r.shape)}"
+            raise InputError("PackedBatch.routed_experts", what, "give int16, int32 or int64 of [tokens, layers, k]")
 
     @classmethod
     def from_samples(

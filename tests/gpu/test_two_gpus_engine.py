@@ -58,4 +58,8 @@ def test_both_ranks_agree_with_vllm_at_every_policy(tmp_path: Path, record) -> N
     mp.spawn(train, (folder, tmp_path), nprocs=2)  # type: ignore[attr-defined]
     ranks = [torch.load(tmp_path / str(rank)) for rank in range(2)]
     record["valid tokens on each path"] = assert_exact(ranks)
+    record["mismatch of each rank, policy and path"] = [
+        [[path["mismatch"] for path in found.values()] for found in findings[:-1]] for findings in ranks
+    ]
+    record["engine"] = "FLASH_ATTN, full_decode graphs, prompts of 1 to 700 tokens"
     record["mismatch of a stale engine"] = [findings[-1]["score"]["mismatch"] for findings in ranks]

@@ -31,6 +31,7 @@ def model_folder(folder: Path, **config: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
     return folder
 
 
@@ -54,7 +55,7 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "qwen3"):
         self.patch, self.family, self.data = monkeypatch, family, folder / "train.parquet"
         self.model = model_folder(folder / "model", **hf_config(family))
-        self.data.touch()
+        self.data.write_bytes(b"PAR1")
         self.has(vllm="0.26.0", plugin="lite.vllm_plugin:register")
 
     def has(self, vllm: str | None = None, plugin: str | None = None, missing: str | None = None) -> None:
@@ -145,7 +146,7 @@ PLANTED = [
     (f"{FORWARDED}.MLITE_EXACT", "0", "is 0, 1 here; add "),
     (f"{FORWARDED}.MLITE_EXACT", GONE, f"is 0, 1 here; add +{FORWARDED}.MLITE_EXACT='\"1\"'"),
     (f"{FORWARDED}.VLLM_BATCH_INVARIANT", "0", "is 0, 1 here; add "),
-    ("data.val_files", ["/none.parquet"], "/none.parquet does not exist; correct the path"),
+    ("data.val_files", ["/none.parquet"], "/none.parquet is no file; correct the path"),
     (f"{ACTOR}.loss_agg_mode", "token-median", ""),
 ]
 
@@ -214,7 +215,7 @@ def test_a_model_that_is_not_there_or_of_no_family_is_refused(machine: Machine, 
 
 def test_packages_that_are_not_there_or_not_verified_are_refused(hybrid: Machine) -> None:
     hybrid.has(missing="mamba_ssm")
-    assert hybrid.refusal() == "packages: mamba_ssm is not installed; pip install 'megatron-lite[gpu]'"
+    assert hybrid.refusal() == "packages: mamba_ssm is not installed; pip install '.[gpu]' in the checkout"
     hybrid.has(missing="causal_conv1d")
     assert hybrid.refusal().startswith("packages: causal_conv1d is not installed")
     hybrid.has(missing="megatron.core")
@@ -228,3 +229,28 @@ def test_packages_that_are_not_there_or_not_verified_are_refused(hybrid: Machine
 def test_a_hybrid_whose_states_are_not_fp32_is_refused(hybrid: Machine) -> None:
     said = hybrid.refusal({f"{VLLM}.mamba_ssm_cache_dtype": "bfloat16"})
     assert said.startswith(f"{VLLM}.mamba_ssm_cache_dtype: is 'bfloat16'; add +")
+
+
+NUMBERS = {
+    "data.train_batch_size": "abc", f"{ACTOR}.optim.lr": "big", f"{ROLLOUT}.n": 1, f"{ROLLOUT}.temperature": 0,
+    f"{ROLLOUT}.gpu_memory_utilization": 5, "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_that_is_none_or_proves_nothing_is_refused(machine: Machine, key: str) -> None:
+    assert machine.refusal({key: NUMBERS[key]}).startswith(f"{key}: is {NUMBERS[key]!r}")
+
+
+@pytest.mark.parametrize(("name", "hint"), [("gea", "is 'gea'; did you mean 'gae'?"), ("gae", "is 'gae'; ")])
+def test_an_estimator_that_is_unknown_or_needs_a_critic_is_refused(machine: Machine, name: str, hint: str) -> None:
+    said = machine.refusal({"algorithm.adv_estimator": name}, arm="0" if name == "gea" else "1")
+    assert said.startswith(f"algorithm.adv_estimator: {hint}")
+
+
+def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(machine: Machine) -> None:
+    (machine.model / "tokenizer.json").unlink()
+    assert "holds no tokenizer" in machine.refusal()
+    (machine.model / "tokenizer.json").touch()
+    machine.data.write_text("x")
+    assert "is no parquet file" in machine.refusal()

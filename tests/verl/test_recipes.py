@@ -111,3 +111,13 @@ def test_nothing_is_made_where_preflight_refuses(tmp_path: Path) -> None:
     done = recipe("qwen3_dense", OUT=str(tmp_path / "out"), MODEL_PATH=str(tmp_path / "none"), PYTHON=sys.executable)
     assert done.returncode == 2 and "none: no such folder" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("variable", "value"), [
+    ("DRY_RUN", "true"), ("COMPOSE_ONLY", "yes"), ("PROMPT_TOKENS", "abc"), ("RESPONSE_TOKENS", "2k"), ("PYTHON", "/nope/python"),
+    ("MODEL_PATH", "/m/a\\"), ("OUT", "/m/${x}"),
+])  # fmt: skip
+def test_a_parameter_that_no_run_can_have_is_refused_by_name(variable: str, value: str) -> None:
+    done = recipe("qwen3_dense", **({"DRY_RUN": "1"} | {variable: value}))
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"error: {variable}: ") and done.stderr.count("\n") == 1

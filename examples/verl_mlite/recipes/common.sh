@@ -12,6 +12,9 @@ die() {
 }
 
 [[ "$EXACT" == 0 || "$EXACT" == 1 ]] || die "VLLM_BATCH_INVARIANT: is '$EXACT'; set it to 1 (exact) or 0 (baseline)"
+for name in DRY_RUN COMPOSE_ONLY; do
+  [[ "${!name:-0}" == 0 || "${!name:-0}" == 1 ]] || die "$name: is '${!name}'; set it to 1 or leave it out"
+done
 
 # param NAME DEFAULT MEANING: a variable of the environment, or its default; -h lists it.
 param() {
@@ -19,7 +22,7 @@ param() {
   HELP+="$(printf '  %-18s %s [%s]' "$1" "$3" "${!1}")"$'\n'
 }
 
-# A string as Hydra reads it, whatever characters it holds.
+# A string as Hydra reads it; `launch` has refused what would mean something to it.
 quoted() {
   printf '"%s"' "${1//\"/\\\"}"
 }
@@ -182,6 +185,14 @@ launch() {
   local exact="$1" baseline="$2"
   shift 2
   [[ "${1:-}" != -h && "${1:-}" != --help ]] || { usage; exit 0; }
+  local name
+  for name in MODEL_PATH TRAIN_FILES VAL_FILES OUT; do
+    [[ "${!name}" != *[\\\$]* ]] || die "$name: '${!name}' has a backslash or a dollar sign, which Hydra reads; use another path"
+  done
+  for name in PROMPT_TOKENS RESPONSE_TOKENS; do
+    [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die "$name: '${!name}' is no number of tokens; give one above 0"
+  done
+  command -v "$PYTHON" >/dev/null || die "PYTHON: there is no '$PYTHON'; name the interpreter that has verl, vLLM and verl_mlite"
   [[ "$EXACT" == 1 ]] || OUT="$OUT-baseline"
   export VLLM_BATCH_INVARIANT="$EXACT" MLITE_EXACT="$EXACT" VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl"
   ARGS=()

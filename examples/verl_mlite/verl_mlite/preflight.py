@@ -61,6 +61,20 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{VLLM}.enable_flashinfer_autotune", (False,), "set it to False"),
 )
 
+# key, its type, above what, at most what
+NUMBERS: tuple[tuple[str, type, float, float], ...] = (
+    ("data.train_batch_size", int, 0, 1e9),
+    ("data.max_prompt_length", int, 0, 1e9),
+    ("data.max_response_length", int, 0, 1e9),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", int, 0, 1e9),
+    ("actor_rollout_ref.actor.optim.lr", float, 0, 1),
+    (f"{ROLLOUT}.n", int, 1, 1e9),  # one sample of a prompt has no group to be compared with
+    (f"{ROLLOUT}.temperature", float, 0, 1e9),
+    (f"{ROLLOUT}.gpu_memory_utilization", float, 0, 1),
+    ("trainer.n_gpus_per_node", int, 0, 1e9),
+    ("trainer.nnodes", int, 0, 1e9),
+)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -154,11 +168,26 @@ def check_settings(job: Job) -> list[str]:
     return lines
 
 
+def check_numbers(job: Job) -> list[str]:
+    for key, kind, above, most in NUMBERS:
+        found = job.get(key)
+        number = isinstance(found, (int, float) if kind is float else int) and not isinstance(found, bool)
+        if not number or not above < found <= most:
+            said = "a whole number" if kind is int else "a number"
+            raise InputError(key, f"is {found!r}", f"give {said} above {above}" + (f", at most {most:.0f}" if most < 1e9 else ""))
+    batch, mini = job.get("data.train_batch_size"), job.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    if batch % mini:
+        raise InputError("actor_rollout_ref.actor.ppo_mini_batch_size", f"is {mini}, of batches of {batch}", "give one that divides them")
+    return [f"{len(NUMBERS)} numbers are in range"]
+
+
 def check_model(job: Job) -> list[str]:
     folder = Path(str(job.get("actor_rollout_ref.model.path")))
     kind = load_hf_config(folder).get("model_type")
     if not any(folder.glob("*.safetensors")):
         raise InputError(folder, "holds no safetensors", "give the folder of a safetensors checkpoint")
+    if not any(folder.glob("*token*")):
+        raise InputError(folder, "holds no tokenizer", "add its files: verl formats the prompts with it")
     lines = [f"model: {folder}, {kind}"]
     if job.exact and job.model_config().mamba is not None:
         key = f"{VLLM}.mamba_ssm_cache_dtype"
@@ -176,7 +205,7 @@ def check_packages(job: Job) -> list[str]:
         needed = ["vllm", *(["mamba_ssm", "causal_conv1d"] if job.model_config().mamba is not None else [])]
     for name in needed:
         if not _installed(name):
-            raise InputError("packages", f"{name} is not installed", "pip install 'megatron-lite[gpu]'" if job.exact else "install it")
+            raise InputError("packages", f"{name} is not installed", "pip install '.[gpu]' in the checkout" if job.exact else "install it")
     return [*lines, f"packages: {', '.join(needed)}"]
 
 
@@ -192,8 +221,13 @@ def check_data(job: Job) -> list[str]:
     for key in ("data.train_files", "data.val_files"):
         found = job.get(key)
         for name in [found] if isinstance(found, str) else found or []:
-            if "://" not in name and not Path(name).expanduser().is_file():
-                raise InputError(key, f"{name} does not exist", "correct the path")
+            path = Path(name).expanduser()
+            if "://" in name:
+                continue
+            if not path.is_file():
+                raise InputError(key, f"{name} is no file", "correct the path")
+            if path.suffix == ".parquet" and path.read_bytes()[:4] != b"PAR1":
+                raise InputError(key, f"{name} is no parquet file", "give one, or a .json or .jsonl")
         lines.append(f"{key}: {found}")
     return lines
 
@@ -210,6 +244,12 @@ def check_engine(job: Job) -> list[str]:
             for key in job.get(engine):
                 if key not in known | {"_target_"}:
                     raise InputError(f"{engine}.{key}", "is not a known key", nearest(key, known))
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    estimator = job.get("algorithm.adv_estimator")
+    known_ones = set(ADV_ESTIMATOR_REGISTRY) - ({"gae"} if job.exact else set())  # which needs a critic
+    if estimator not in known_ones:
+        raise InputError("algorithm.adv_estimator", f"is {estimator!r}", nearest(str(estimator), known_ones))
     try:
         omega_conf_to_dataclass(job.config.actor_rollout_ref.actor)
     except Exception as error:
@@ -221,7 +261,7 @@ def check_engine(job: Job) -> list[str]:
 
 
 CHECKS: tuple[Callable[[Job], list[str]], ...] = (
-    check_switch, check_settings, check_model, check_packages, check_data, check_engine,
+    check_switch, check_numbers, check_settings, check_model, check_packages, check_data, check_engine,
 )  # fmt: skip
 
 

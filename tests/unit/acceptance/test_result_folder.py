@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lite.acceptance.proxy import write_proxy
-from lite.acceptance.result_folder import LOCK, claimed
+from lite.acceptance.result_folder import CHECKPOINTS, LOCK, claimed
 from lite.errors import InputError
 from tests.unit.acceptance.test_prove import SMALL, mlite
 
@@ -106,3 +106,12 @@ def test_an_unforeseen_error_is_one_line_and_never_exit_1(tmp_path, monkeypatch,
     assert mlite(monkeypatch, *RUN, "--out", tmp_path / "run") == 2
     assert [line for line in capsys.readouterr().err.splitlines() if "unexpected ZeroDivisionError" in line]
     assert "ZeroDivisionError" in json.loads((tmp_path / "run" / "receipt.json").read_text())["reason"]
+
+
+def test_a_long_runs_checkpoints_are_not_cleared_by_a_forgotten_resume(tmp_path):
+    with claimed(tmp_path / "run", go_on=False):
+        (tmp_path / "run" / CHECKPOINTS / "step-00000010").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"holds the checkpoints of a run; go on with --resume"), claimed(tmp_path / "run", go_on=False):
+        pass
+    with claimed(tmp_path / "run", go_on=True):
+        assert (tmp_path / "run" / CHECKPOINTS / "step-00000010").is_dir()

@@ -12,7 +12,7 @@ def require_verified_version() -> str:
     try:
         found = version("vllm")
     except PackageNotFoundError:
-        raise InputError("vllm", "is not installed", "pip install 'megatron-lite[gpu]'") from None
+        raise InputError("vllm", "is not installed", "pip install '.[gpu]' in the checkout") from None
     if found.split("+")[0] not in VERIFIED:
         raise InputError("vllm", f"version {found} was not verified", f"install {' or '.join(VERIFIED)}, or see docs/vllm.md")
     return found
