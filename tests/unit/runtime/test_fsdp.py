@@ -35,7 +35,7 @@ GRADIENT, UPDATE = 1e-6, {"fp32": 1e-3, "bf16": 1e-2}
 DTYPES = ["fp32", "bf16"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one_process_does(dtype: str) -> None:
     one, two = train(dtype, 5), on_ranks(2, train, dtype, 5)
     first, other = one[1], [steps[1] for steps in two]
@@ -51,6 +51,7 @@ def test_two_ranks_train_as_one_process_does(dtype: str) -> None:
         assert (mine["norm"], mine["zeros"], mine["changed"]) == (theirs["norm"], theirs["zeros"], theirs["changed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
 def test_experts_and_scans_train_on_two_ranks_as_in_one_process(family: str) -> None:
     """The decay is a group of its own, in fp32; a router's bias is whole on every rank."""
@@ -81,6 +82,7 @@ def planted(kind: str) -> dict[str, Any]:
     return update(o, batches(), lambda *a: (nll(*a)[0] * (0.0 if silent else 1.0), {}))
 
 
+@pytest.mark.slow
 def test_a_lost_rank_a_mean_and_rounded_gradients_pass_the_limit() -> None:
     kinds = ["nothing", "a rank ignored", "a mean", "rounded gradients"]
     plain = update(opened(), batches())
@@ -95,6 +97,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_is_saved_without_a_bit_of_difference(dtype: str) -> None:
     """On a CPU offloading moves nothing; what is tried is the order of the moves, and FSDP2's policy."""
@@ -122,6 +125,7 @@ def visited_and_in_place() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return in_place[1:], [update(o, batches(i)) for i in range(3)]
 
 
+@pytest.mark.slow
 def test_a_step_that_shards_visit_a_device_for_has_the_bits_of_a_step_in_place() -> None:
     for in_place, visited in on_ranks(2, visited_and_in_place):
         for a, b in zip(in_place, visited, strict=True):
@@ -171,6 +175,7 @@ def accumulations() -> tuple[Any, ...]:
     return reduces([packed], True), reduces(apart, True), reduces(apart, False)
 
 
+@pytest.mark.slow
 def test_micro_batches_accumulate_and_are_reduced_once() -> None:
     (packed, want), (three, accumulated), (each, reduced) = on_ranks(2, accumulations)[0]
     assert packed == three == 3, "two layers, and what is around them"
@@ -195,6 +200,7 @@ def saved(root: Path, start: int) -> dict[str, Any]:
     return {"first": last["export"], "draw": torch.rand(4), "then": last["masters"]} | update(o, batches(2))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_by_other_numbers_of_ranks_than_wrote_it(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     alone = saved(one, 20)
@@ -249,6 +255,7 @@ def writes() -> None:
             assert update(o, batches())["fingerprint"] == update(opened(), batches())["fingerprint"]
 
 
+@pytest.mark.slow
 def test_weights_written_between_forward_and_backward_are_an_error_on_every_rank() -> None:
     on_ranks(2, writes)
 
@@ -264,6 +271,7 @@ def score_step_score(sharded: bool) -> Tensor:
     return o[0].forward_backward(o[1], data, forward_only=True).log_probs[-1]
 
 
+@pytest.mark.slow
 def test_a_score_before_a_step_leaves_no_stale_weights() -> None:
     """Of the second rank's batch; two micro-batches over two ranks add up as in one process: one addition."""
     assert same(on_ranks(2, score_step_score, True)[1], score_step_score(False))
@@ -290,6 +298,7 @@ def written(folder: Path) -> Tensors:
     return dict(read_tensors(folder)) | {"exported": torch.tensor(list(bytes.fromhex(o[1].weights.fingerprint())))}
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_whole_on_every_rank_when_the_call_returns(tmp_path: Path) -> None:
     first, second = on_ranks(2, written, tmp_path)
     want = update(opened(), batches())["export"]

@@ -285,6 +285,7 @@ def replayed_update(family: str, shift: int = 0, **fsdp: Any) -> dict[str, Any]:
     return sharded.update(o, routed(sharded.batches(), o[1].bundle.config, shift))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOE)
 def test_recomputed_and_on_two_ranks_a_replay_is_that_of_one_plain_process(name: str) -> None:
     one = replayed_update(name)
