@@ -49,7 +49,7 @@ SCANNING = {"chunk-shift", "state-bf16"}  # planted where a scan's state is kept
 MEANINGLESS = [*(("llama", kind) for kind in sorted(SCANNING)), ("nemotron_h", "position-shift"), ("nemotron_h", "gate-up-order")]
 PLANTED = [
     *(("llama", kind) for kind in sorted(set(PLANTS) - SCANNING)),
-    *(("nemotron_h", kind) for kind in ("chunk-shift", "packing-leak", "qkv-order", "state-bf16")),
+    *(pytest.param("nemotron_h", kind, marks=pytest.mark.slow) for kind in ("chunk-shift", "packing-leak", "qkv-order", "state-bf16")),
     ("qwen3_moe", "gate-up-order"),
 ]
 

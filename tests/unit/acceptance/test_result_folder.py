@@ -1,8 +1,10 @@
 """--out is cleared only of an earlier run, never of anybody's files, never of the input, and by one run at a time."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +16,17 @@ from tests.unit.acceptance.test_prove import SMALL, mlite
 RUN = ("prove", "--proxy", "llama", *SMALL, "--updates", 0)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert mlite(monkeypatch, *RUN, "--out", folder) == 0
+    return folder
+
+
 @pytest.fixture
-def earlier(tmp_path, monkeypatch):
-    assert mlite(monkeypatch, *RUN, "--out", tmp_path / "run") == 0
-    return tmp_path / "run"
+def earlier(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("change", [["--proxy", "lama"], ["--lr", "0"], ["--lr", "inf"], ["--temperature", "0"], ["--temperature", "1e9"],
