@@ -1,6 +1,6 @@
 """Whether a receipt still shows what its gate claims: whole, of the same command, ended as expected, and of the sources as they are now.
 
-python -m lite.acceptance.freshness     # in a checkout: a line a gate
+    python -m lite.acceptance.freshness     # in a checkout: a line a gate
 """
 
 import json

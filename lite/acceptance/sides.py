@@ -18,7 +18,7 @@ from lite.runtime.config import MegatronLiteConfig, OptimizerConfig, RuntimeConf
 from lite.runtime.rollout.embedded import EmbeddedEngine
 from lite.runtime.rollout.engine import RolloutEngine, Sampling
 from lite.runtime.rollout.paged_cache import PAGE, CachedSequences
-from lite.runtime.rollout.vllm import VllmEngine
+from lite.runtime.rollout.vllm import CACHE_BYTES, VllmEngine
 from lite.runtime.rollout.vllm_cache import cache_bytes
 from lite.runtime.runtime import Handle, Runtime
 
@@ -152,7 +152,7 @@ def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) 
         max_sequences=sequences,
         temperature=c.temperature,
         cache_tokens=max(enough, longest + 16 * PAGE),
-        cache_bytes=cache_bytes(bundle.config, max(sequences // 4, 2), longest) if bundle.config.mamba else 8 << 30,
+        cache_bytes=cache_bytes(bundle.config, max(sequences // 4, 2), longest) if bundle.config.mamba else CACHE_BYTES,
     )
 
 

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
@@ -73,7 +72,6 @@ def _groups(data: TensorDict) -> tuple[int, int]:
 
 
 def _summed(*counts: int) -> list[int]:
-    total = torch.tensor(counts)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, total.tolist())
-    return torch.tensor(everyone).sum(0).tolist()
+    dist.all_gather_object(everyone, counts)
+    return [sum(count) for count in zip(*everyone, strict=True)]

@@ -139,11 +139,13 @@ class MliteEngine(BaseEngine):
         ]
         output = postprocess_batch_func(parts, indices, data)
         if forward_only:
-            self.agreement.score(output["model_output"]["log_probs"], data)
-        elif self.synced_version == self.handle.weights.require():
-            self.agreement.actor(output["model_output"]["log_probs"], data)
-        if not forward_only and not tu.get_non_tensor_data(data, "return_model_output", False):
-            output["model_output"] = {}
+            if self.synced_version is not None:  # a reference policy is never the rollout's
+                self.agreement.score(output["model_output"]["log_probs"], data)
+        else:
+            if self.synced_version == self.handle.weights.require():
+                self.agreement.actor(output["model_output"]["log_probs"], data)
+            if not tu.get_non_tensor_data(data, "return_model_output", False):
+                output["model_output"] = {}
         return output
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, Any]:

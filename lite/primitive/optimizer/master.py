@@ -70,12 +70,10 @@ class MasterAdamW:
     @torch.no_grad()
     def _step_on(self, device: torch.device) -> None:
         """As `adamw.step` does for tensors of that device, one after the other."""
-        if not self.adamw.state:
-            self.set_steps({name: 0 for name, master in self.masters.items() if master.grad is not None})
         for group in self.adamw.param_groups:
             beta1, beta2 = group["betas"]
             for master in (m for m in group["params"] if m.grad is not None):
-                state = self.adamw.state[master]
+                state = self.adamw.state[master] or self._begin(master, 0)
                 held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], master.grad)]
                 m, exp_avg, exp_avg_sq, grad = visiting = [t.to(device, non_blocking=True) for t in held]
                 adamw(
@@ -100,9 +98,12 @@ class MasterAdamW:
         """Makes room for the moments of the masters named, so that `tensors` can be filled; forgets those of the others."""
         self.adamw.state.clear()
         for name, count in steps.items():
-            master = self.masters[name]
-            moments = {key: torch.zeros_like(master) for key in MOMENTS}
-            self.adamw.state[master] = {"step": torch.tensor(float(count)), **moments}
+            self._begin(self.masters[name], count)
+
+    def _begin(self, master: Tensor, step: int) -> dict[str, Tensor]:
+        state = {"step": torch.tensor(float(step)), **{key: torch.zeros_like(master) for key in MOMENTS}}
+        self.adamw.state[master] = state
+        return state
 
     def to(self, device: torch.device) -> None:
         """Moves moments, and masters that are the optimizer's own; these stay the same objects."""

@@ -17,6 +17,7 @@ from lite.runtime import routes
 from lite.runtime.rollout.engine import Prompt, RolloutCounters, Sampling, Trajectory, request_seed
 from lite.runtime.rollout.vllm_weights import Rows, held, weight_rows
 
+CACHE_BYTES = 8 << 30
 # functions may be sent to the worker; nothing is fetched or reported
 ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -95,7 +96,7 @@ class VllmEngine:
         max_sequences: int,
         temperature: float,
         cache_tokens: int | None = None,
-        cache_bytes: int = 8 << 30,
+        cache_bytes: int = CACHE_BYTES,
         sleep_mode: bool = False,
         record_routes: bool = False,
     ):

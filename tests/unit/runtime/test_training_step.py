@@ -60,6 +60,21 @@ def test_three_steps_are_torch_adamw_with_decay_on_matrices_only() -> None:
     assert all(same(m, copies[name].detach()) for name, m in o[1].optimizer.masters.items())
 
 
+def test_masters_that_visit_a_device_take_the_same_steps_also_those_that_come_late() -> None:
+    """A parameter without a gradient in the first step has no moments until its own first."""
+    in_place, visited = opened("fp32"), opened("fp32")
+    late, optimizer = "layers.1.mlp.down.weight", visited[1].optimizer
+    optimizer.adamw.step = lambda: optimizer._step_on(torch.device("cpu"))
+    for seed in range(3):
+        for o in (in_place, visited):
+            backward(o, batch(seed))
+            if seed == 0:
+                o[1].optimizer.parameters[late].grad = None
+            o[0].optimizer_step(o[1])
+    assert in_place[1].optimizer.steps() == visited[1].optimizer.steps() and in_place[1].optimizer.steps()[late] == 2
+    assert all(same(m, visited[1].optimizer.masters[name]) for name, m in in_place[1].optimizer.masters.items())
+
+
 def test_decay_alone_shrinks_matrices_and_leaves_vectors() -> None:
     """Zero gradients: what moves is decay, by the factor 1 - lr * decay."""
     o = opened("fp32", lr=0.1, weight_decay=0.5)
