@@ -47,8 +47,8 @@ def _prove(
     return Gate(name, shows, command, expected, reason, tuple(differs_at.split()), rises, env)
 
 
-def _pytest(name: str, shows: str, file: str) -> Gate:
-    return Gate(name, shows, ("pytest", f"tests/gpu/{file}", "-m", "gpu"))
+def _pytest(name: str, shows: str, file: str, *chosen: str) -> Gate:
+    return Gate(name, shows, ("pytest", f"tests/gpu/{file}", "-m", "gpu", *chosen))
 
 
 SMOLLM2 = f"--model {CHECKPOINT}"
@@ -100,8 +100,11 @@ GATES: tuple[Gate, ...] = (
     _pytest("kernels", "vLLM's kernels keep the contract, and their backwards the fp64 formula.", "test_vllm_kernels.py"),
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
             "test_two_gpus.py"),
-    _pytest("verl", "verl's main_ppo with its own vLLM rollout: both counters are 0 after every update, reload, sleep and wake.",
-            "test_verl.py"),
+    _pytest("verl-smollm2", "verl's main_ppo with its own vLLM rollout: both counters are 0 after every update, reload, sleep and wake.",
+            "test_verl.py", "-k", "smollm2"),
+    _pytest("verl-qwen3", "With layers of Qwen3-8B's size, too.", "test_verl.py", "-k", "qwen3"),
+    _pytest("verl-nemotron-h", "With Nemotron-3-Nano's layers, too.", "test_verl.py", "-k", "nemotron_h"),
+    _pytest("verl-baseline", "verl's own trainer beside vLLM as installed differs at every update.", "test_verl.py", "-k", "baseline"),
     _pytest("route-replay", "vLLM's routes are those of the trainer, and replayed they give its logprobs.", "test_vllm_routes.py"),
     _pytest("fsdp-engine", "Both ranks of a sharded trainer agree with vLLM at every policy.", "test_two_gpus_engine.py"),
 )  # fmt: skip
