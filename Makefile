@@ -20,7 +20,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist w
 help:
 	@echo "make demo         the proof on SmolLM2-135M: runs/demo/report.md, receipt.json, plots/"
 	@echo "make test         everything that CI runs"
-	@echo "make test-fast    the inner loop, a minute and a half on two cores"
+	@echo "make test-fast    the inner loop, a minute on two cores"
 	@echo "make test-triton  vLLM's own Triton kernels, interpreted on a CPU (a part of make test)"
 	@echo "make test-verl    verl's own SFT and PPO trainers on a CPU (a part of make test)"
 	@echo "make lint         ruff, mypy, layer contracts"
@@ -80,7 +80,7 @@ test-verl: .venv-verl/.adapter
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY_VERL) -m pytest tests/verl
 
 test-fast: .venv/.ready
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --ignore=tests/gpu --ignore=tests/triton
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

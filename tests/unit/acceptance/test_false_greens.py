@@ -23,6 +23,7 @@ def receipt_of(out):
     return json.loads((out / "receipt.json").read_text())
 
 
+@pytest.mark.slow
 def test_attention_that_moves_nothing_proves_nothing_also_for_a_given_checkpoint(tmp_path, monkeypatch):
     damped(tmp_path / "model", "o_proj.weight")
     args = ["--model", tmp_path / "model", *SMALL, "--updates", 0, "--out", tmp_path / "run"]
@@ -46,6 +47,7 @@ def test_the_control_sees_wrong_positions_in_a_healthy_run(tmp_path, monkeypatch
     assert receipt["control"]["mismatch"] > receipt["policies"][0]["score"]["valid_tokens"] // 2
 
 
+@pytest.mark.slow
 def test_a_mismatch_that_was_found_is_not_lost_in_a_later_error(tmp_path, monkeypatch):
     """A sync that fails after theta0 must not turn "fail" into "inconclusive"."""
     from lite.errors import InputError

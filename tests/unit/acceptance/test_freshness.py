@@ -131,6 +131,7 @@ def test_a_receipt_of_no_gate_is_an_orphan(checkout):
     assert orphans(checkout, THREE) == ["two-old.json"]
 
 
+@pytest.mark.slow
 def test_the_listing_names_every_gate_and_never_fails_the_build(checkout):
     """Only the orphans are ours here: none of the project's gates is called one, two or both."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -124,6 +124,7 @@ def assert_nothing_is_left(place: Place) -> None:
     assert not list(place.out.glob("slow*.json")) and not list(place.out.rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_a_gate_that_takes_too_long_is_killed_with_its_children_and_the_next_one_runs(place):
     outcomes, ran = place.run(place.gate("slow", WITH_A_CHILD), place.gate("next"), limit=1.5)
     assert outcomes["slow"].found == "no receipt" and outcomes["slow"].why == "killed after 2 s: the last line"

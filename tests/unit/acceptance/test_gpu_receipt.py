@@ -37,6 +37,7 @@ GOOD = "def test_good(): pass\n"
 SKIPPED = "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_gpu(): pass\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "status", "counts", "failures"),
     [

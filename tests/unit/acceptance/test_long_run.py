@@ -90,6 +90,7 @@ def nothing(facts: dict) -> None:
     """The checkpoint stays as it is."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "state", "message"),
     [
@@ -133,6 +134,7 @@ def test_other_flags_are_refused_before_the_first_checkpoint_too(tmp_path, monke
     assert "--resume: the run had lr = 0.001, not 0.0001" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rollouts_past_the_checkpoint_are_cleared(begun, tmp_path, monkeypatch) -> None:
     """A killed run may have come further than the one that goes on is asked to."""
     out = Path(shutil.copytree(begun, tmp_path / "run"))

@@ -60,6 +60,7 @@ def test_a_plant_without_meaning_for_the_family_proves_nothing(family, kind, tmp
     assert f"{kind} has no meaning for this family" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -114,6 +115,7 @@ def test_the_closure_names_what_decides_the_bytes_and_not_what_draws_them():
     assert not paths & {"lite/cli.py", "lite/acceptance/report.py", "lite/acceptance/plots.py"}
 
 
+@pytest.mark.slow
 def test_a_second_run_replaces_the_first_but_nothing_else(tmp_path, monkeypatch):
     out = tmp_path / "run"
     args = ("prove", "--proxy", "llama", *SMALL, "--updates", 0, "--out", out)
@@ -124,6 +126,7 @@ def test_a_second_run_replaces_the_first_but_nothing_else(tmp_path, monkeypatch)
     assert (out / "notes.txt").read_text() == "mine" and (out / "receipt.json").exists()
 
 
+@pytest.mark.slow
 def test_temperature_applies_on_both_sides(tmp_path, monkeypatch):
     assert mlite(monkeypatch, "prove", "--proxy", "llama", *SMALL, "--updates", 1, "--temperature", 0.6, "--out", tmp_path / "run") == 0
 

@@ -58,6 +58,7 @@ def test_somebody_elses_receipt_makes_no_run(tmp_path, monkeypatch):
     assert (tmp_path / "mine" / "receipt.json").read_text() == '{"mine": 1}'
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_does_not_block_the_next(earlier, monkeypatch):
     (earlier / "receipt.json.partial").write_text("{")
     (earlier / ".proxy.abc123").mkdir()
@@ -91,6 +92,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(where, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_first_layers_of_a_checkpoint_prove_alone(tmp_path, monkeypatch):
     import torch
 

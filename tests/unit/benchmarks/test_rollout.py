@@ -136,6 +136,7 @@ def test_the_engines_are_given_the_same_sizes(tmp_path):
 # What is measured.
 
 
+@pytest.mark.slow
 def test_rollout_reports_what_was_planted(tmp_path):
     pytest.importorskip("matplotlib")
     found = run_rollout(tmp_path, {})
@@ -187,6 +188,7 @@ def test_a_profile_compares_exact_with_each_opponent(tmp_path):
 # What is claimed.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "says"),
     [

@@ -82,7 +82,7 @@ def qkv(n: int, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> tuple[
 
 @both_dtypes
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("D", [16, 64, 128])
+@pytest.mark.parametrize("D", [16, *(pytest.param(D, marks=pytest.mark.slow) for D in (64, 128))])
 def test_attention_cut_at_every_place(dtype: torch.dtype, heads: int, kv_heads: int, D: int) -> None:
     """70 tokens: past one tile of 64 keys."""
     assert cut_violations(reference.attention, *qkv(70, heads, kv_heads, D, dtype), list(range(1, 70)), D**-0.5) == []

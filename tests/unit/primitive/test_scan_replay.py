@@ -39,6 +39,7 @@ def wrong_cuts(inputs: ScanInputs, cuts: list[int], prompt: int, scan: Scan = re
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_threads")
 @both_dtypes
 @every_shape

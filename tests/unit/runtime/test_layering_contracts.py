@@ -94,6 +94,7 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
     assert rule(LITE) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "file", "line", "breaks"),
     [(rule, *case) for rule, cases in PLANTED.items() for case in cases],

@@ -75,6 +75,7 @@ def test_request_seeds_do_not_run_into_each_other() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_in_another_batch_and_other_tokens_than_another_seed() -> None:
     prompts = make_prompts([6, 3, 20])
     draw = lambda which, seed: answers(engine(checkpoint()).generate(which, Sampling(n=2, max_tokens=10, seed=seed)))
@@ -114,6 +115,7 @@ def logits_of(prompt: Prompt) -> torch.Tensor:
     return hidden[-1] @ e.bundle.module.head.weight.t()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
