@@ -1,14 +1,16 @@
 """Forward and backward of one packed batch: exact against native and against transformers, on one GPU. With --fsdp, --recompute or
---offload: whole training steps of the Runtime with what is asked for, against plain ones on one GPU.
+--offload: whole training steps of the Runtime with each combination of what is asked for, against plain ones on one GPU.
 
     python -m benchmarks.train_step --out runs/train_step.json
-    python -m benchmarks.train_step --fsdp 2 --recompute --out runs/train_fsdp.json
+    python -m benchmarks.train_step --fsdp 2 --recompute --offload --tokens 8192 --out runs/train_fsdp.json
     python -m benchmarks.train_step --profile --out runs/train_profile.json
 """
 
 import argparse
 import sys
 import tempfile
+from contextlib import ExitStack, closing
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
             "flops": step_flops.__doc__, "measured_limit_flops": MEASURED_LIMIT, "loss": "minus the mean logprob of the response tokens",
             "seconds": "of one forward and backward, mean over --steps", "peak_bytes": "allocated at most, weights and gradients included",
         },
-        "legs": [],
+        "arms": {}, "legs": [],
     }  # fmt: skip
+    if not args.profile:
+        result |= {"complete": True, "summary": summarise([], args.tokens, args.against, args.base)}
     with tempfile.TemporaryDirectory() as scratch, report.Progress(args.out) as progress:
         folder = (args.model or Path(scratch) / "proxy").resolve()  # workers run elsewhere
         dtype = "bf16" if args.device == "cuda" else "fp32"
@@ -54,32 +58,41 @@ def run(args: argparse.Namespace) -> int:
             "folder": str(folder), "device": args.device, "dtype": dtype, "longest": args.longest, "vocab_size": config.vocab_size,
             "seed": args.seed, "kernels": kernels, "attention": args.transformers_attention,
         }  # fmt: skip
-        arms = {
-            name: Arm(name, "benchmarks.train_worker", spec | {"arm": name}, progress.log(name), ENVIRONMENT[name])
-            if args.base == "exact"
-            else Arm(name, "benchmarks.train_ranks", spec | settings(args, name), progress.log(name), ENVIRONMENT["exact"] | RANKS)
-            for name in (args.base, *args.against)
-        }
-        try:
-            progress.say(f"starting {', '.join(arms)}")
-            result["arms"] = {name: arm.reply(args.start_timeout) for name, arm in arms.items()}
-            work = _profile if args.profile else _measure
-            work(args, config, arms, result, progress)
-        finally:
-            for arm in arms.values():
-                arm.close()
-    return 0 if result["finished"] and not any("error" in leg for leg in result["legs"]) else 1
+
+        def start(name: str) -> Arm:
+            if args.base == "exact":
+                return Arm(name, "benchmarks.train_worker", spec | {"arm": name}, progress.log(name), ENVIRONMENT[name])
+            return Arm(name, "benchmarks.train_ranks", spec | settings(name), progress.log(name), ENVIRONMENT["exact"] | RANKS)
+
+        with closing(start(args.base)) as base:
+            silent = {args.base: base}
+            for others in [args.against] if args.base == "exact" else [[name] for name in args.against]:  # whole trainers: two at a time
+                with ExitStack() as ended:
+                    arms = {name: ended.enter_context(closing(start(name))) for name in others}
+                    silent |= arms
+                    progress.say(f"starting {', '.join(silent)}")
+                    result["arms"] |= {name: arm.reply(args.start_timeout) for name, arm in silent.items()}
+                    silent = {}
+                    work = _profile if args.profile else _measure
+                    work(args, config, {args.base: base} | arms, result, progress)
+        result["finished"] = True
+        report.write(args.out, result)
+        if not args.profile:
+            report.show(_table(result["summary"]))
+            draw(args.out, result["summary"])
+    return 0 if not any("error" in leg for leg in result["legs"]) else 1
 
 
 RANKS: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0"}  # without NVLink multicast, which not every host lends
 
 
-def settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Of an arm of whole steps. What is offloaded: shards with their optimizer's state; unsharded, masters and moments between steps."""
-    if name == "plain":
-        return {"ranks": 1, "fsdp": {}}
-    offload = {"param_offload" if args.fsdp > 1 else "optimizer_offload": args.offload}
-    return {"ranks": args.fsdp, "fsdp": {"recompute": args.recompute, **offload}}
+def settings(name: str) -> dict[str, Any]:
+    """Of an arm of whole steps, such as fsdp2+recompute+offload. What is offloaded: shards with their optimizer's state; unsharded, masters
+    and moments between steps."""
+    parts = name.split("+")
+    ranks = int(parts[0].removeprefix("fsdp")) if parts[0].startswith("fsdp") else 1
+    names = {"recompute": "recompute", "offload": "param_offload" if ranks > 1 else "optimizer_offload"}
+    return {"ranks": ranks, "fsdp": {names[part]: True for part in parts if part in names}}
 
 
 # the exact arm's mode is on before anything of its process imports vllm, and off in the others
@@ -94,11 +107,11 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
         (tokens, other, pair, order)
         for pair in range(args.pairs)
         for tokens in args.tokens
-        for other in args.against
+        for other in arms
+        if other != args.base
         for order in [pair_orders(args.base, other, args.pairs)[pair]]
     ]
     last: dict[tuple[int, str], float] = {}
-    result |= {"complete": True, "summary": summarise([], args.tokens, args.against, args.base)}
     for tokens, other, pair, order in progress.over(plan, "pairs"):
         if progress.elapsed() + last.get((tokens, other), 0.0) > args.minutes * 60:
             progress.say(f"pair {pair} of {tokens} tokens against {other} would pass {args.minutes:g} minutes; left out")
@@ -123,10 +136,6 @@ def _measure(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
             result["summary"] = summarise(result["legs"], args.tokens, args.against, args.base)
             report.write(args.out, result)
         last[tokens, other] = progress.elapsed() - before
-    result["finished"] = True
-    report.write(args.out, result)
-    report.show(_table(result["summary"]))
-    draw(args.out, result["summary"])
 
 
 def summarise(legs: list[Leg], sizes: list[int], others: list[str], base: str = "exact") -> list[dict[str, Any]]:
@@ -173,8 +182,6 @@ def _profile(args: argparse.Namespace, config: Any, arms: dict[str, Arm], result
     sides = result["profile"]["arms"]
     fastest = min(args.against, key=lambda name: sides[name]["wall_ms"])
     result["profile"] |= {"against": fastest, "comparison": comparison(sides["exact"], sides[fastest])}
-    result["finished"] = True
-    report.write(args.out, result)
     report.show(comparison_table(f"{tokens} tokens", "exact", fastest, sides))
 
 
@@ -216,7 +223,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     asked = [f"fsdp{args.fsdp}"] * (args.fsdp > 1) + ["recompute"] * args.recompute + ["offload"] * args.offload
     args.base = "plain" if asked else "exact"
     if asked:
-        args.against = ["+".join(asked)]
+        args.against = ["+".join(some) for n in range(1, len(asked) + 1) for some in combinations(asked, n)]
         if args.profile:
             parser.error("--profile is of the exact arm; leave out --fsdp, --recompute and --offload")
     return args

@@ -118,20 +118,26 @@ def test_the_program_runs_on_a_cpu_and_writes_what_it_measured(tmp_path):
 def test_ways_to_save_memory_are_measured_against_plain_steps(folder, tmp_path):
     out = tmp_path / "t.json"
     tiny = f"--device cpu --model {folder} --tokens 64 --longest 32 --steps 1 --warmup 1 --pairs 1 --out {out}"
-    assert train_step.main([*tiny.split(), "--fsdp", "2", "--recompute", "--offload"]) == 0
+    assert train_step.main([*tiny.split(), "--fsdp", "2", "--offload"]) == 0
     found = json.loads(out.read_text())
-    plain, other = found["legs"]
-    assert found["finished"] and (plain["arm"], other["arm"], other["ranks"]) == ("plain", "fsdp2+recompute+offload", 2)
-    assert found["arms"]["fsdp2+recompute+offload"]["spec"]["fsdp"] == {"recompute": True, "param_offload": True}
-    assert found["summary"][0]["base"] == "plain" and len(found["summary"][0]["time"]["pairs"]) == 1
-    assert other["tokens_per_second"] == pytest.approx(2 * 64 / other["seconds"])
-    assert other["loss"] == pytest.approx(plain["loss"], rel=1e-3), "rank 0 has the plain arm's data, and a small step behind it"
+    assert found["finished"] and [row["against"] for row in found["summary"]] == ["fsdp2", "offload", "fsdp2+offload"]
+    assert [len(row["time"]["pairs"]) for row in found["summary"]] == [1, 1, 1] and len(found["legs"]) == 6
+    assert found["arms"]["fsdp2+offload"]["spec"]["fsdp"] == {"param_offload": True}
+    for plain, other in zip(found["legs"][::2], found["legs"][1::2], strict=True):
+        ranks = 2 if "fsdp2" in other["arm"] else 1
+        assert plain["arm"] == "plain" and other["ranks"] == ranks
+        assert other["tokens_per_second"] == pytest.approx(ranks * 64 / other["seconds"])
+        assert other["loss"] == pytest.approx(found["legs"][0]["loss"], rel=1e-3), "rank 0 has plain's data, and a small step behind it"
 
 
-def test_what_offloading_means_depends_on_sharding():
-    args = train_step._arguments(["--recompute", "--offload"])
-    assert (args.base, args.against) == ("plain", ["recompute+offload"]) and train_step.settings(args, "plain")["fsdp"] == {}
-    assert train_step.settings(args, "recompute+offload") == {"ranks": 1, "fsdp": {"recompute": True, "optimizer_offload": True}}
+def test_every_combination_is_an_arm_and_what_offloading_means_depends_on_sharding():
+    args = train_step._arguments(["--fsdp", "2", "--recompute", "--offload"])
+    assert args.base == "plain" and args.against == [
+        "fsdp2", "recompute", "offload", "fsdp2+recompute", "fsdp2+offload", "recompute+offload", "fsdp2+recompute+offload",
+    ]  # fmt: skip
+    assert train_step.settings("plain") == {"ranks": 1, "fsdp": {}}
+    assert train_step.settings("recompute+offload") == {"ranks": 1, "fsdp": {"recompute": True, "optimizer_offload": True}}
+    assert train_step.settings("fsdp2+recompute+offload") == {"ranks": 2, "fsdp": {"recompute": True, "param_offload": True}}
 
 
 def test_an_unknown_family_is_one_line_and_exit_2(tmp_path, capsys):
