@@ -132,7 +132,7 @@ def proxy(folder: Path, family: str, layers: int) -> Path:
     ("model", "settings"),
     [
         (smollm2, ("qwen3_dense.sh", "TRITON_ATTN", True)),
-        (qwen3, ("qwen3_dense.sh", "FLASH_ATTN", True)),
+        (qwen3, ("qwen3_dense.sh", "FLASH_ATTN", False)),
         (nemotron_h, ("nemotron_h.sh", "FLASH_ATTN", False)),
     ],
     ids=["smollm2", "qwen3", "nemotron_h"],
