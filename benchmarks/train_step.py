@@ -7,6 +7,7 @@
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -14,12 +15,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from benchmarks import report
 from benchmarks.legs import Arm, Leg, LegError, environment, median, pair_orders, ratio, write_proxy_apart
 from benchmarks.packed import step_flops, unequal_lengths
 from benchmarks.profiles import comparison, comparison_table
+from lite.errors import InputError
 from lite.model.registry import family
 
 MEASURED_LIMIT = 790e12  # FLOP/s of one large bf16 matrix product of random data on an H200, the fastest seen
@@ -32,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    places, have = ("GPUs", torch.cuda.device_count()) if args.device == "cuda" else ("cores", os.cpu_count() or 1)
+    if args.fsdp > have:
+        raise InputError("--fsdp", f"asks for {args.fsdp} ranks of {have} {places}", f"give at most {have}")
     result: dict[str, Any] = {
         "benchmark": "train_step", "environment": environment(sys.argv), "arguments": report.plain(args), "finished": False,
         "definitions": {

@@ -140,6 +140,11 @@ def test_every_combination_is_an_arm_and_what_offloading_means_depends_on_shardi
     assert train_step.settings("fsdp2+recompute+offload") == {"ranks": 2, "fsdp": {"recompute": True, "param_offload": True}}
 
 
+def test_more_ranks_than_the_machine_has_places_for_are_refused(tmp_path, capsys):
+    assert train_step.main(["--device", "cpu", "--fsdp", "4096", "--out", str(tmp_path / "t.json")]) == 2
+    assert capsys.readouterr().err.startswith("--fsdp: asks for 4096 ranks of ") and not list(tmp_path.iterdir())
+
+
 def test_an_unknown_family_is_one_line_and_exit_2(tmp_path, capsys):
     assert train_step.main(["--device", "cpu", "--family", "qwen9", "--out", str(tmp_path / "t.json")]) == 2
     assert "qwen9" in capsys.readouterr().err.splitlines()[-1]
