@@ -19,7 +19,7 @@ from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.safetensors_files import read_json
 
 __all__ = [
-    "Progress", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive",
+    "Progress", "at_least_two", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive",
     "show", "summary_of", "write",
 ]  # fmt: skip
 
@@ -30,6 +30,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def at_least_two(text: str) -> int:
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError("a sequence has a prompt and a response: give 2 or more")
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    try:
+        if 0 <= float(text) < 1e6:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
+
+
 def common_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help=f"JSON, written after every leg ({out})")
     parser.add_argument("--family", default="qwen3", help="of the random proxy (qwen3)")
@@ -37,7 +52,7 @@ def common_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--layers", type=positive, default=4, help="its number of layers (4)")
     parser.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint folder instead of the proxy")
     parser.add_argument("--pairs", type=positive, default=3, help="legs AB, BA, AB, ... (3)")
-    parser.add_argument("--minutes", type=float, default=8.5, help="since the start; a pair that would end later is left out (8.5)")
+    parser.add_argument("--minutes", type=minutes, default=8.5, help="since the start; a pair that would end later is left out (8.5)")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="for a worker to start (300)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="kernel times by group instead of the legs")
@@ -59,6 +74,8 @@ def guarded(work: Callable[[], int], needs_cuda: bool) -> int:
     except LegError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def model_config(folder: Path) -> Any:
@@ -71,7 +88,14 @@ class Progress:
 
     def __init__(self, out: Path):
         self.out = out
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise InputError(out, "is a folder", "give --out a file's name")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self.log("try").touch()
+            self.log("try").unlink()
+        except OSError as error:
+            raise InputError(out, f"cannot be written: {error.strerror}", "choose another --out") from None
         self.bar = Bar(console=Console(stderr=True, width=None if sys.stderr.isatty() else 200))
         self.started = time.perf_counter()
 
@@ -109,6 +133,8 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
 
 def summary_of(file: Path) -> list[dict[str, Any]]:
     """Of an earlier run's JSON."""
+    if not file.is_file():
+        raise InputError(file, "no such file", "name the JSON of an earlier run")
     found = read_json(file)
     if "summary" not in found:
         raise InputError(file, "holds no legs", "name the JSON of a run without --profile")

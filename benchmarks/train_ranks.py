@@ -26,7 +26,8 @@ def trainer(spec: dict[str, Any]) -> Leg:
     """Builds this rank's share of the model. -> what measures it; in a group, on every rank at once."""
     device, grouped = spec["device"], dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    backend = MegatronLiteConfig(dtype=spec["dtype"], device=device, fsdp=FsdpConfig(**spec["fsdp"]), optimizer=OptimizerConfig(lr=1e-6))
+    optimizer = OptimizerConfig(lr=1e-30)  # all of a step's work, and weights that stay: losses compare after any number of steps
+    backend = MegatronLiteConfig(dtype=spec["dtype"], device=device, fsdp=FsdpConfig(**spec["fsdp"]), optimizer=optimizer)
     runtime = Runtime(RuntimeConfig(spec["folder"], backend_cfg=backend))
     handle = runtime.build_model(exact_kernels(spec["kernels"]))
 

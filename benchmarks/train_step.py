@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         "benchmark": "train_step", "environment": environment(sys.argv), "arguments": report.plain(args), "finished": False,
         "definitions": {
             "flops": step_flops.__doc__, "measured_limit_flops": MEASURED_LIMIT, "loss": "minus the mean logprob of the response tokens",
-            "seconds": "of one forward and backward, mean over --steps", "peak_bytes": "allocated at most, weights and gradients included",
+            "seconds": f"of one {'forward and backward' if args.base == 'exact' else 'whole step'}, mean over --steps",
+            "peak_bytes": "allocated at most, weights and gradients included",
         },
         "arms": {}, "legs": [],
     }  # fmt: skip
@@ -215,10 +216,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     report.common_arguments(parser, "runs/train_step.json")
     parser.add_argument("--tokens", type=report.positive, nargs="+", default=[8192, 32768], help="packed tokens a step")
-    parser.add_argument("--longest", type=report.positive, default=4096, help="longest sequence; lengths vary from an eighth of it")
+    parser.add_argument("--longest", type=report.at_least_two, default=4096, help="longest sequence; lengths vary from an eighth of it")
     parser.add_argument("--steps", type=report.positive, default=5, help="timed steps a leg")
     parser.add_argument("--warmup", type=report.positive, default=2, help="untimed steps before them")
-    parser.add_argument("--against", nargs="+", choices=OTHERS, default=list(OTHERS))
+    parser.add_argument("--against", nargs="+", choices=OTHERS, help="opponents of the exact arm (both)")
     parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm")
     parser.add_argument("--transformers-attention", choices=("flash", "sdpa"), default="flash", help="torch's packed flash, or its SDPA")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the program, with reference kernels")
@@ -228,7 +229,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     asked = [f"fsdp{args.fsdp}"] * (args.fsdp > 1) + ["recompute"] * args.recompute + ["offload"] * args.offload
     args.base = "plain" if asked else "exact"
-    if asked:
+    if not asked:
+        args.against = args.against or list(OTHERS)
+    else:
+        if args.against:
+            parser.error("--against is of the exact arm; leave out --fsdp, --recompute and --offload")
         args.against = ["+".join(some) for n in range(1, len(asked) + 1) for some in combinations(asked, n)]
         if args.profile:
             parser.error("--profile is of the exact arm; leave out --fsdp, --recompute and --offload")

@@ -56,8 +56,8 @@ EOF
 }
 
 common_params() {
-  param TRAIN_FILES "$HOME/data/dapo-math-17k.parquet" "training prompts, several with commas between"
-  param VAL_FILES "$HOME/data/aime-2024.parquet" "validation prompts"
+  param TRAIN_FILES "${HOME:-}/data/dapo-math-17k.parquet" "training prompts, several with commas between"
+  param VAL_FILES "${HOME:-}/data/aime-2024.parquet" "validation prompts"
   param N_GPUS 8 "GPUs of this node; each has a share of the trainer and an engine of its own"
   param STEPS 20 "after which to stop; neither warmup nor decay depends on it"
   param OUT "$PWD/outputs/$RECIPE" "folder for checkpoints, log, metrics and the command"
@@ -193,6 +193,8 @@ launch() {
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die "$name: '${!name}' is no number of tokens; give one above 0"
   done
   command -v "$PYTHON" >/dev/null || die "PYTHON: there is no '$PYTHON'; name the interpreter that has verl, vLLM and verl_mlite"
+  "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(any(i.find_spec(n) is None for n in ("verl", "verl_mlite")))' ||
+    [[ "${DRY_RUN:-0}" == 1 ]] || die "PYTHON: '$PYTHON' lacks verl or verl_mlite; pip install both (docs/recipes.md), or name another"
   [[ "$EXACT" == 1 ]] || OUT="$OUT-baseline"
   export VLLM_BATCH_INVARIANT="$EXACT" MLITE_EXACT="$EXACT" VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl"
   ARGS=()

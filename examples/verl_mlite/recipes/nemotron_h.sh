@@ -3,7 +3,7 @@
 # to call it.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-param MODEL_PATH "$HOME/models/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16" "folder of the checkpoint"
+param MODEL_PATH "${HOME:-}/models/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16" "folder of the checkpoint"
 param EXPERT_PARALLEL 8 "of the baseline's trainer; it must divide N_GPUS"
 common_params
 
