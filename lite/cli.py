@@ -108,7 +108,7 @@ def compare(
     lefts, rights = bundle_files(left), bundle_files(right)
     pairs = [(next(iter(lefts)), next(iter(rights)))] if left.is_file() and right.is_file() else [(n, n) for n in lefts if n in rights]
     if not pairs:
-        raise InputError("compare", f"{left} and {right} hold no policy of the same name", "compare runs of the same length")
+        raise InputError("compare", f"{left} and {right} hold no policy of the same name", "give two bundles, or two runs")
     result: dict[str, Any] = {"status": "pass", "policies": {}}
     for a, b in pairs:
         (one, facts), (other, other_facts) = load_bundle(lefts[a]), load_bundle(rights[b])

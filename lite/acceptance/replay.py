@@ -39,6 +39,8 @@ class ReplayConfig:
 def replay(c: ReplayConfig) -> dict[str, Any]:
     """-> the result: status, both paths as in a receipt, and what differs by UID. "inconclusive" where the trainer holds other weights than
     those that the bundle was sampled from: then equal bytes would be a wonder, and unequal ones no error."""
+    if c.bundle.is_dir():
+        raise InputError(c.bundle, "is a folder", "name one of its bundles, rollout/thetaK.safetensors")
     trajectories, facts = load_bundle(c.bundle)
     if c.token_budget < 1:
         raise InputError("--token-budget", f"{c.token_budget} is not positive", "raise it")

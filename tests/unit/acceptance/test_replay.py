@@ -98,3 +98,8 @@ def test_another_temperature_would_be_seen(run, monkeypatch, tmp_path) -> None:
 def test_bad_choices_are_refused_in_one_line(run, monkeypatch, capsys, arguments, message: str) -> None:
     assert mlite(monkeypatch, "replay", run["theta0"], "--model", run["model"], *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_no_bundle(run, monkeypatch, capsys) -> None:
+    assert mlite(monkeypatch, "replay", run["theta0"].parent, "--model", run["model"]) == 2
+    assert "is a folder; name one of its bundles" in capsys.readouterr().err
