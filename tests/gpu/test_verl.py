@@ -27,7 +27,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / ".cache" / "demo"
 RECIPES = ROOT / "examples" / "verl_mlite" / "recipes"
-STEPS = 3
+STEPS, TIMEOUT = 3, 500  # seconds: most of them go into the imports of verl's processes, one after the other
 PHASES = {"rollout": "gen", "old logprobs": "old_log_prob", "update": "update_actor", "sync": "update_weights", "step": "step"}
 REWARD = '''"""The share of vowels in an answer: it varies within a group, also where a random model strings words together."""
 
@@ -63,7 +63,7 @@ def launch(folder: Path, model: Path, recipe: str, attention: str, offload: bool
         "FORWARD": "PYTHONPATH HF_HUB_OFFLINE VLLM_NO_USAGE_STATS",
     }  # fmt: skip
     env = os.environ | {name: str(value) for name, value in settings.items()} | {"VLLM_BATCH_INVARIANT": "1"}
-    subprocess.run(["bash", str(RECIPES / recipe), *always(folder), *CHOICES[attention]], env=env, check=True, timeout=420, cwd=folder)
+    subprocess.run(["bash", str(RECIPES / recipe), *always(folder), *CHOICES[attention]], env=env, check=True, timeout=TIMEOUT, cwd=folder)
     return [json.loads(line)["data"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -88,7 +88,7 @@ def launch_baseline(folder: Path, model: Path) -> list[dict[str, Any]]:
     }  # fmt: skip
     overrides += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in forwarded.items()]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
-    subprocess.run(command, env=os.environ | forwarded, check=True, timeout=420, cwd=folder)
+    subprocess.run(command, env=os.environ | forwarded, check=True, timeout=TIMEOUT, cwd=folder)
     return [json.loads(line)["data"] for line in (folder / "baseline.jsonl").read_text().splitlines()]
 
 

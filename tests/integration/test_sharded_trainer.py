@@ -24,6 +24,6 @@ def ranked(scratch: Path, family: str, fsdp: dict[str, Any]) -> list[dict[str, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", pytest.param("nemotron_h", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "nemotron_h"])
 def test_both_ranks_agree_with_the_engine_at_every_policy(family: str, tmp_path: Path) -> None:
     assert assert_exact(on_ranks(2, ranked, tmp_path, family, {"recompute": True})) > 200

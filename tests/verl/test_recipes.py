@@ -121,3 +121,14 @@ def test_a_parameter_that_no_run_can_have_is_refused_by_name(variable: str, valu
     done = recipe("qwen3_dense", **({"DRY_RUN": "1"} | {variable: value}))
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"error: {variable}: ") and done.stderr.count("\n") == 1
+
+
+def test_an_interpreter_without_verl_is_refused_by_name(tmp_path: Path) -> None:
+    """-S: without site-packages."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    for mode in ({}, {"COMPOSE_ONLY": "1"}):
+        done = recipe("qwen3_dense", OUT=str(tmp_path / "out"), PYTHON=str(bare), **mode)
+        assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: PYTHON: ") and done.stderr.count("\n") == 1
+        assert "lacks verl or verl_mlite" in done.stderr

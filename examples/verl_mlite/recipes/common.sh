@@ -193,8 +193,8 @@ launch() {
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die "$name: '${!name}' is no number of tokens; give one above 0"
   done
   command -v "$PYTHON" >/dev/null || die "PYTHON: there is no '$PYTHON'; name the interpreter that has verl, vLLM and verl_mlite"
-  "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(any(i.find_spec(n) is None for n in ("verl", "verl_mlite")))' ||
-    [[ "${DRY_RUN:-0}" == 1 ]] || die "PYTHON: '$PYTHON' lacks verl or verl_mlite; pip install both (docs/recipes.md), or name another"
+  [[ "${DRY_RUN:-0}" == 1 ]] ||
+    "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(any(i.find_spec(n) is None for n in ("verl", "verl_mlite")))' || die "PYTHON: '$PYTHON' lacks verl or verl_mlite; pip install both (docs/recipes.md), or name another"
   [[ "$EXACT" == 1 ]] || OUT="$OUT-baseline"
   export VLLM_BATCH_INVARIANT="$EXACT" MLITE_EXACT="$EXACT" VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl"
   ARGS=()

@@ -37,9 +37,8 @@ def test_alone_batched_permuted_and_among_others_are_one(name: str, dtype: str) 
     assert {key: among[key] for key in expected} == expected
 
 
-# a hybrid's scan goes over its chunk again at every token
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "nemotron_h" else n for n in FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_cut_of_the_prompt_by_the_step_budget(name: str) -> None:
     """A step budget of c cuts the prompt at c, 2c, ...; over all c every position is the first cut once (1: token by token)."""
     prompt = make_prompts(LENGTHS)[3:]
