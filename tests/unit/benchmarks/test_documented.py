@@ -1,0 +1,41 @@
+"""The tables of docs/speed.md are those of the results in evidence/benchmarks/."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[3]
+RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((CHECKOUT / "evidence/benchmarks").glob("*.json"))}
+PAGE = (CHECKOUT / "docs/speed.md").read_text().splitlines()
+
+
+def each(ratio: dict[str, Any]) -> str:
+    return " ".join(f"{value:.2f}" for value in ratio["pairs"])
+
+
+def rollout_row(row: dict[str, Any]) -> str:
+    other, exact = row[row["against"]]["tokens_per_second"], row["exact"]["tokens_per_second"]
+    ratios = f"{row['ratio']['median']:.2f} | {each(row['ratio'])} | {row['decode_ratio']['median']:.2f}"
+    return f"| {row['concurrency']} | {row['against']} | {other:,.0f} | {exact:,.0f} | {ratios} |"
+
+
+def step_row(row: dict[str, Any]) -> str:
+    exact, time = row["exact"], f"{row['time']['median']:.2f} | {each(row['time'])} | {row['memory']['median']:.2f}"
+    speed = f"{exact['tokens_per_second']:,.0f} | {exact['tflops']:.0f} | {exact['of_limit']:.0%}"
+    return f"| {row['tokens']:,} | {row['against']} | {time} | {speed} |"
+
+
+@pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if "summary" in result])
+def test_a_table_on_the_page_has_the_results_rows_in_order(name: str) -> None:
+    result = RESULTS[name]
+    rows = [{"rollout": rollout_row, "train_step": step_row}[result["benchmark"]](row) for row in result["summary"]]
+    assert rows and result["finished"]
+    assert any(PAGE[n : n + len(rows)] == rows for n in range(len(PAGE))), rows
+
+
+def test_results_are_of_a_commit_and_name_no_path_of_a_machine() -> None:
+    for name, result in RESULTS.items():
+        assert result["environment"]["git"]["commit"] and not result["environment"]["git"]["dirty"], name
+        assert not any(root in json.dumps(result) for root in ('"/tmp', '"/root', '"/home', '"/work')), name
