@@ -247,7 +247,10 @@ def _open_json(json_file: Path | None) -> None:
         return
     try:
         json_file.parent.mkdir(parents=True, exist_ok=True)
+        before = json_file.exists()
         json_file.open("a").close()
+        if not before:
+            json_file.unlink()  # where the work fails, no empty result is left
     except OSError as error:
         raise InputError("--json", f"{json_file} cannot be written ({error.strerror})", "name another file") from None
 

@@ -49,6 +49,14 @@ def test_one_bit_of_one_logprob_is_found_by_uid_sample_and_token(tmp_path, monke
     assert json.loads((tmp_path / "r.json").read_text())["policies"]["a"]["logprobs"]["mismatch"] == 1
 
 
+def test_bad_input_writes_no_result_and_keeps_an_earlier_one(tmp_path, monkeypatch):
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text("{}")
+    for result in (tmp_path / "new.json", earlier):
+        assert mlite(monkeypatch, "compare", tmp_path / "nothing", tmp_path / "nothing", "--json", result) == 2
+    assert not (tmp_path / "new.json").exists() and earlier.read_text() == "{}"
+
+
 def test_minus_zero_is_not_zero_and_nan_never_passes(tmp_path, monkeypatch):
     rows = trajectories()
     zero, minus_zero, nan = (replace(rows[0], logprobs=torch.tensor([v, -1.0, -2.0])) for v in (0.0, -0.0, float("nan")))
