@@ -36,13 +36,13 @@ def at_least_two(text: str) -> int:
     return int(text)
 
 
-def minutes(text: str) -> float:
+def duration(text: str) -> float:
     try:
         if 0 <= float(text) < 1e6:
             return float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
+    raise argparse.ArgumentTypeError(f"{text!r} is no duration")
 
 
 def common_arguments(parser: argparse.ArgumentParser, out: str) -> None:
@@ -52,8 +52,8 @@ def common_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--layers", type=positive, default=4, help="its number of layers (4)")
     parser.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint folder instead of the proxy")
     parser.add_argument("--pairs", type=positive, default=3, help="legs AB, BA, AB, ... (3)")
-    parser.add_argument("--minutes", type=minutes, default=8.5, help="since the start; a pair that would end later is left out (8.5)")
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="for a worker to start (300)")
+    parser.add_argument("--minutes", type=duration, default=8.5, help="since the start; a pair that would end later is left out (8.5)")
+    parser.add_argument("--start-timeout", type=duration, default=300.0, metavar="S", help="for a worker to start (300)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="kernel times by group instead of the legs")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the figure of an earlier FILE, on any machine")
@@ -131,12 +131,14 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 
-def summary_of(file: Path) -> list[dict[str, Any]]:
+def summary_of(file: Path, benchmark: str) -> list[dict[str, Any]]:
     """Of an earlier run's JSON."""
     if not file.is_file():
         raise InputError(file, "no such file", "name the JSON of an earlier run")
     found = read_json(file)
-    if "summary" not in found:
+    if found.get("benchmark") != benchmark:
+        raise InputError(file, f"is no result of benchmarks.{benchmark}", "draw it by the program that wrote it")
+    if not found.get("summary"):
         raise InputError(file, "holds no legs", "name the JSON of a run without --profile")
     return found["summary"]
 
@@ -153,5 +155,9 @@ def figure(out: Path, columns: int, paint: Callable[[list[Any]], None]) -> None:
 
     drawn, axes = plt.subplots(1, columns, figsize=(5.2 * columns, 4.0), squeeze=False)
     paint(list(axes[0]))
-    drawn.savefig(out.with_suffix(".png"), dpi=120, bbox_inches="tight")
-    plt.close(drawn)
+    try:
+        drawn.savefig(out.with_suffix(".png"), dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise InputError(out.with_suffix(".png"), f"cannot be written: {error.strerror}", f"make room and --draw {out}") from None
+    finally:
+        plt.close(drawn)

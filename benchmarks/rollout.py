@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             for name in ("exact", *args.against)
         }
         measure(args, arms, result, progress)
-    return 0 if result["finished"] else 1
+    return 0 if result["finished"] and (args.profile or result["legs"]) else 1
 
 
 def opponents(asked: list[str] | None, config: Any) -> list[str]:
@@ -211,7 +211,7 @@ def _profile(args: argparse.Namespace, arms: dict[str, Arm], result: dict[str, A
 
 
 def _draw(file: Path) -> int:
-    draw(file, report.summary_of(file))
+    draw(file, report.summary_of(file, "rollout"))
     return 0
 
 

@@ -65,6 +65,7 @@ def prove(
 
     `mlite prove --proxy llama --updates 200 --out runs/long`, and after a kill the same with `--resume`
     """
+    from lite.acceptance.plants import find_plant
     from lite.acceptance.plots import draw_plots
     from lite.acceptance.progress import ProgressBar
     from lite.acceptance.prove import prove as run
@@ -72,6 +73,8 @@ def prove(
     from lite.acceptance.sides import ProveConfig
 
     _open_json(json_file)
+    if plant is not None:
+        find_plant(plant)  # an empty one, too: a run that was to be planted must not pass for want of a plant
     config = ProveConfig(
         out=out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"),
         model=model, proxy=proxy, geometry=_one_of("--geometry", geometry, "tiny", "real"), layers=layers,
@@ -155,8 +158,9 @@ def gates(
         chosen = [gate for gate in chosen if found[gate.name]]
     if not gpu or not chosen:
         lost = orphans(checkout)
-        typer.echo("\n".join(listing(chosen, found, lost)))
-        line = "NOTHING WAS RUN: " + ("no gate is stale" if not chosen else "--gpu runs the gates")
+        for entry in listing(chosen, found, lost):
+            typer.echo(entry)
+        line = "NOTHING WAS RUN: " + (f"no gate{' of those' if only else ''} is stale" if not chosen else "--gpu runs the gates")
         _finish({"status": "inconclusive", "evidence_lacks": found, "orphans": lost}, json_file, line)
     _run_gates(chosen, out, checkout, jobs, json_file)
 
@@ -188,7 +192,7 @@ def replay(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A rollout bundle that a run kept.")],
     model: Annotated[Path, typer.Option(metavar="PATH", help="Checkpoint folder of that run (config.json and safetensors).")],
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="The trainer's checkpoint at the bundle's policy.")] = None,
-    layers: Annotated[int | None, typer.Option(metavar="N", help="Only the first N layers, as that run.")] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N layers, as that run.")] = None,
     kernels: Annotated[str, typer.Option(metavar="SET", help="reference, or vLLM's: FLASH_ATTN, TRITON_ATTN.")] = "reference",
     token_budget: Annotated[int, typer.Option(metavar="N", help="Tokens of a packed row.")] = 2048,
     seed: Annotated[int, typer.Option(help="Of the packing: who stands beside whom.")] = 0,

@@ -21,16 +21,19 @@ def lacks(gate: Gate, path: Path, checkout: Path) -> str:
     receipt = read_receipt(path)
     if receipt is None:
         return "the receipt is not whole" if path.exists() else "no receipt"
-    if receipt["command"] != list(gate.command):
-        return "made by another command"
-    return _another_end(gate, receipt) or _changed_sources(receipt, checkout)
+    try:
+        if receipt["command"] != list(gate.command):
+            return "made by another command"
+        return _another_end(gate, receipt) or _changed_sources(receipt, checkout)
+    except (KeyError, TypeError, AttributeError):  # JSON, but not a receipt's
+        return "the receipt is not whole"
 
 
 def read_receipt(path: Path) -> dict[str, Any] | None:
     """None where there is no whole one: no file, JSON that is cut off, or a run that did not come to its end (its closure comes last)."""
     try:
         receipt = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
     return receipt if isinstance(receipt, dict) and receipt.get("closure") else None
 
@@ -45,9 +48,10 @@ def _another_end(gate: Gate, receipt: dict[str, Any]) -> str:
     policies = receipt.get("policies", [])
     if not all(policy[path]["valid_tokens"] for policy in policies for path in ("score", "actor")):
         return "a policy has no compared token"
-    differing = [policy["policy"] for policy in policies if policy["score"]["mismatch"] and policy["actor"]["mismatch"]]
-    if differing != list(gate.differs_at):
-        return f"tokens differ at {', '.join(differing) or 'no policy'}, not at {', '.join(gate.differs_at)}"
+    for path in ("score", "actor"):
+        differing = [policy["policy"] for policy in policies if policy[path]["mismatch"] or policy[path]["nonfinite"]]
+        if differing != list(gate.differs_at):
+            return f"tokens differ at {', '.join(differing) or 'no policy'}, not at {', '.join(gate.differs_at) or 'none'} ({path})"
     if gate.rises is not None and (receipt["reward"].get("standard_errors") or 0.0) < gate.rises:
         return f"the reward does not rise by {gate.rises} standard errors: {receipt['reward']}"
     return ""

@@ -30,8 +30,15 @@ def receipt_of(gate: Gate, reads: list[str], checkout: Path, **changes: object) 
 
 
 def policies(*mismatches: int, valid: int = 100) -> list[dict]:
-    paths = [{"mismatch": n, "valid_tokens": valid} for n in mismatches]
+    paths = [{"mismatch": n, "nonfinite": 0, "valid_tokens": valid} for n in mismatches]
     return [{"policy": f"theta{k}", "score": path, "actor": path} for k, path in enumerate(paths)]
+
+
+def one_path(**count: int) -> list[dict]:
+    """theta1 differs on the actor's path alone."""
+    found = policies(0, 0)
+    found[1]["actor"] = found[1]["actor"] | count
+    return found
 
 
 @pytest.fixture
@@ -78,6 +85,16 @@ def test_a_receipt_that_is_cut_off_anywhere_is_not_accepted(checkout):
     assert lacks(THREE[0], path, checkout) == ""
 
 
+def test_a_folder_or_another_json_is_no_receipt(checkout):
+    path = checkout / "evidence" / "one.json"
+    for other in ("5", "[]", '{"closure": {"x": "1"}}'):
+        path.write_text(other)
+        assert lacks(THREE[0], path, checkout) == "the receipt is not whole"
+    path.unlink()
+    path.mkdir()
+    assert lacks(THREE[0], path, checkout) == "the receipt is not whole"
+
+
 def test_a_run_that_did_not_finish_is_not_accepted(checkout):
     """Its receipt is there from the start, and its closure comes last."""
     path = checkout / "evidence" / "one.json"
@@ -101,6 +118,11 @@ OFF = Gate("g", "", ("mlite", "prove", "--plugin", "off"), "fail", differs_at=("
         (PASSES, {"status": "inconclusive"}, "inconclusive, not pass"),
         (PASSES, {"policies": policies(0, 0, valid=0)}, "no compared token"),
         (PASSES, {"policies": policies(0, 1)}, "differ at theta1"),
+        (PASSES, {"policies": one_path(mismatch=3)}, "differ at theta1, not at none (actor)"),
+        (PASSES, {"policies": one_path(nonfinite=3)}, "differ at theta1, not at none (actor)"),
+        (PASSES, {"policies": [{}]}, "not whole"),
+        (PASSES, {"policies": 5}, "not whole"),
+        (PASSES, {"closure": 5}, "not whole"),
         (PASSES, {"plant": "one-ulp"}, "planted one-ulp, not None"),
         (PASSES, {"command": ["mlite", "prove", "--groups", "1"]}, "another command"),
         (REFUSED, {"reason": "attention: broken at shape (9, 3, 64): row 128"}, ""),

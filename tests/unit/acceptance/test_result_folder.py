@@ -126,3 +126,9 @@ def test_a_long_runs_checkpoints_are_not_cleared_by_a_forgotten_resume(tmp_path)
         pass
     with claimed(tmp_path / "run", go_on=True):
         assert (tmp_path / "run" / CHECKPOINTS / "step-00000010").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["", "one-upl"])
+def test_a_plant_that_is_none_is_refused_before_anything_is_written(kind, tmp_path, monkeypatch, capsys):
+    assert mlite(monkeypatch, *RUN, "--plant", kind, "--out", tmp_path / "run") == 2
+    assert f"--plant: {kind!r} is not known" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import train_step, train_worker
+from benchmarks import report, train_step, train_worker
 from benchmarks.native_ops import NativeOps
 from benchmarks.packed import packed_batch, step_flops, unequal_lengths
 from benchmarks.report import model_config
 from lite.acceptance.proxy import write_proxy
+from lite.errors import InputError
 from lite.primitive.ops.bridges import reference_ops
 from lite.primitive.parallel.packing import Seqlens
 
@@ -148,7 +149,7 @@ def test_more_ranks_than_the_machine_has_places_for_are_refused(tmp_path, capsys
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--longest 1", "give 2 or more"), ("--minutes nan", "no number of minutes"), ("--minutes -1", "no number of minutes"),
+        ("--longest 1", "give 2 or more"), ("--minutes nan", "no duration"), ("--minutes -1", "no duration"),
         ("--recompute --against native", "--against is of the exact arm"), ("--recompute --profile", "--profile is of the exact arm"),
     ],
 )  # fmt: skip
@@ -182,11 +183,21 @@ def test_an_unknown_family_is_one_line_and_exit_2(tmp_path, capsys):
     assert "qwen9" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_file_without_legs_cannot_be_drawn(tmp_path, capsys):
-    (tmp_path / "p.json").write_text('{"profile": {}}')
-    for file, says in (("p.json", "holds no legs"), ("none.json", "no such file")):
+def test_a_file_without_legs_or_of_another_benchmark_cannot_be_drawn(tmp_path, capsys):
+    (tmp_path / "p.json").write_text('{"benchmark": "train_step", "profile": {}}')
+    (tmp_path / "e.json").write_text('{"benchmark": "train_step", "summary": []}')
+    (tmp_path / "r.json").write_text('{"benchmark": "rollout", "summary": [1]}')
+    files = {"p.json": "holds no legs", "e.json": "holds no legs", "r.json": "no result of", "none.json": "no such file"}
+    for file, says in files.items():
         assert train_step.main(["--draw", str(tmp_path / file)]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_figure_that_cannot_be_written_is_one_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "t.png").mkdir()
+    with pytest.raises(InputError, match=r"t\.png: cannot be written"):
+        report.figure(tmp_path / "t.json", 1, lambda axes: None)
 
 
 def test_numbers_must_be_positive(capsys):
