@@ -59,6 +59,7 @@ def test_a_run_of_fewer_layers_is_replayed_with_as_many(run, monkeypatch, tmp_pa
     assert mlite(monkeypatch, "prove", *model, "--layers", 1, *small, "--out", out) == 0
     assert mlite(monkeypatch, "replay", out / "rollout" / "theta0.safetensors", *model, "--layers", 1) == 0
     capsys.readouterr()
+    assert mlite(monkeypatch, "replay", run["theta0"], *model, "--layers", 0) == 2 and "--layers" in capsys.readouterr().err
     assert mlite(monkeypatch, "replay", out / "rollout" / "theta0.safetensors", *model) == 2
     assert "(policy 0, bf16) holds other weights than policy 0 had: give its checkpoint and --dtype" in capsys.readouterr().out
 

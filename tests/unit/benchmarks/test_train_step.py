@@ -113,6 +113,8 @@ def test_the_program_runs_on_a_cpu_and_writes_what_it_measured(tmp_path):
     assert found["finished"] and found["complete"] and len(found["legs"]) == 6
     assert [len(row["time"]["pairs"]) for row in found["summary"]] == [3]
     assert found["legs"][0]["tflops"] == pytest.approx(found["legs"][0]["flops"]["total"] / found["legs"][0]["seconds"] / 1e12)
+    assert train_step.main([*tiny, "--out", str(out), "--minutes", "0"]) == 1, "nothing was measured"
+    assert json.loads(out.read_text())["legs"] == []
 
 
 @pytest.mark.slow
