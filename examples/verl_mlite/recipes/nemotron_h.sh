@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO of Nemotron-H (Mamba-2, attention and experts) on one node, vLLM beside the trainer on every GPU. Not run on a GPU yet; -h says how
-# to call it.
+# GRPO of Nemotron-H (Mamba-2, attention and experts) on one node, vLLM beside the trainer on every GPU; -h says how to
+# call it.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 param MODEL_PATH "${HOME:-}/models/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16" "folder of the checkpoint"
