@@ -19,7 +19,7 @@ from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.safetensors_files import read_json
 
 __all__ = [
-    "Progress", "at_least_two", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive",
+    "Distinct", "Progress", "at_least_two", "common_arguments", "figure", "guarded", "model_config", "number", "plain", "positive",
     "show", "summary_of", "write",
 ]  # fmt: skip
 
@@ -43,6 +43,13 @@ def duration(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is no duration")
+
+
+class Distinct(argparse.Action):
+    """Of nargs="+": a value given twice is measured once."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, list(dict.fromkeys(values)))
 
 
 def common_arguments(parser: argparse.ArgumentParser, out: str) -> None:

@@ -246,9 +246,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     report.common_arguments(parser, "runs/rollout.json")
     parser.add_argument("--input", type=report.positive, default=8192, help="prompt tokens (8192)")
     parser.add_argument("--output", type=report.positive, default=1024, help="generated tokens (1024)")
-    parser.add_argument("--concurrency", type=report.positive, nargs="+", default=[1, 8, 32, 64], help="requests at once (1 8 32 64)")
+    parser.add_argument(
+        "--concurrency",
+        type=report.positive,
+        nargs="+",
+        action=report.Distinct,
+        default=[1, 8, 32, 64],
+        help="requests at once (1 8 32 64)",
+    )
     parser.add_argument("--step-tokens", type=report.positive, default=8192, help="max_num_batched_tokens of all arms (8192)")
-    parser.add_argument("--against", nargs="+", choices=OTHERS, help="all that the model has, where not given")
+    parser.add_argument("--against", nargs="+", action=report.Distinct, choices=OTHERS, help="all that the model has, where not given")
     parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm and bi_ssu")
     parser.add_argument("--steps", type=report.positive, default=20, help="decode steps in the profile's window (20)")
     return parser.parse_args(argv)

@@ -216,11 +216,13 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     report.common_arguments(parser, "runs/train_step.json")
-    parser.add_argument("--tokens", type=report.positive, nargs="+", default=[8192, 32768], help="packed tokens a step")
+    parser.add_argument(
+        "--tokens", type=report.positive, nargs="+", action=report.Distinct, default=[8192, 32768], help="packed tokens a step"
+    )
     parser.add_argument("--longest", type=report.at_least_two, default=4096, help="longest sequence; lengths vary from an eighth of it")
     parser.add_argument("--steps", type=report.positive, default=5, help="timed steps a leg")
     parser.add_argument("--warmup", type=report.positive, default=2, help="untimed steps before them")
-    parser.add_argument("--against", nargs="+", choices=OTHERS, help="opponents of the exact arm (both)")
+    parser.add_argument("--against", nargs="+", action=report.Distinct, choices=OTHERS, help="opponents of the exact arm (both)")
     parser.add_argument("--attention", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN", help="of the exact arm")
     parser.add_argument("--transformers-attention", choices=("flash", "sdpa"), default="flash", help="torch's packed flash, or its SDPA")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the program, with reference kernels")

@@ -22,9 +22,12 @@ def rollout_row(row: dict[str, Any]) -> str:
 
 
 def step_row(row: dict[str, Any]) -> str:
-    exact, time = row["exact"], f"{row['time']['median']:.2f} | {each(row['time'])} | {row['memory']['median']:.2f}"
-    speed = f"{exact['tokens_per_second']:,.0f} | {exact['tflops']:.0f} | {exact['of_limit']:.0%}"
-    return f"| {row['tokens']:,} | {row['against']} | {time} | {speed} |"
+    base, time = row[row["base"]], f"{row['time']['median']:.2f} | {each(row['time'])} | {row['memory']['median']:.2f}"
+    if row["base"] == "exact":
+        speed = f"{base['tokens_per_second']:,.0f} | {base['tflops']:.0f} | {base['of_limit']:.0%}"
+        return f"| {row['tokens']:,} | {row['against']} | {time} | {speed} |"
+    other = row[row["against"]]
+    return f"| {row['against']} | {time} | {other['tokens_per_second']:,.0f} | {other['peak_bytes'] / 1e9:.1f} |"
 
 
 @pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if "summary" in result])

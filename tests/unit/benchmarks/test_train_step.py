@@ -206,3 +206,8 @@ def test_numbers_must_be_positive(capsys):
     with pytest.raises(SystemExit) as stopped:
         train_step.main(["--tokens", "0"])
     assert stopped.value.code == 2 and "'0'" in capsys.readouterr().err
+
+
+def test_what_is_given_twice_is_measured_once():
+    args = train_step._arguments(["--tokens", "64", "128", "64", "--against", "native", "native"])
+    assert args.tokens == [64, 128] and args.against == ["native"]
