@@ -1,8 +1,10 @@
-"""An arm of `train_step` that takes whole training steps through the Runtime: plain, or on several ranks, recomputed, offloaded.
+"""A worker of `train_step` that takes whole training steps through the Runtime, on one rank or several: plain, recomputed, offloaded.
 
-Every rank runs a packed row of the same number of tokens, of its own; seconds are the slowest rank's, bytes the largest rank's.
+It builds one trainer after another as it is told to, because its processes take longer to start than a trainer to build. Every rank runs a
+packed row of the same number of tokens, of its own; seconds are the slowest rank's, bytes the largest rank's.
 """
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,20 +18,21 @@ from benchmarks.legs import described, serve
 from benchmarks.packed import packed_batch
 from benchmarks.profiles import synchronize
 from benchmarks.train_worker import exact_kernels
+from lite.primitive.ops.bridges import Ops
 from lite.runtime.config import FsdpConfig, MegatronLiteConfig, OptimizerConfig, RuntimeConfig
 from lite.runtime.runtime import Runtime
 
 Leg = Callable[..., dict[str, Any]]
 
 
-def trainer(spec: dict[str, Any]) -> Leg:
+def trainer(spec: dict[str, Any], fsdp: dict[str, Any], ops: Ops) -> Leg:
     """Builds this rank's share of the model. -> what measures it; in a group, on every rank at once."""
     device, grouped = spec["device"], dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     optimizer = OptimizerConfig(lr=1e-30)  # all of a step's work, and weights that stay: losses compare after any number of steps
-    backend = MegatronLiteConfig(dtype=spec["dtype"], device=device, fsdp=FsdpConfig(**spec["fsdp"]), optimizer=optimizer)
+    backend = MegatronLiteConfig(dtype=spec["dtype"], device=device, fsdp=FsdpConfig(**fsdp), optimizer=optimizer)
     runtime = Runtime(RuntimeConfig(spec["folder"], backend_cfg=backend))
-    handle = runtime.build_model(exact_kernels(spec["kernels"]))
+    handle = runtime.build_model(ops)
 
     def steps(batch: Any, count: int) -> float:
         rows = batch.loss_mask.sum() * ranks
@@ -72,32 +75,50 @@ def join(spec: dict[str, Any], rank: int, store: str) -> None:
         dist.init_process_group("gloo", **group)
 
 
-def follow(spec: dict[str, Any], rank: int, store: str) -> None:
+class Rank:
+    """Does what every rank is told at once."""
+
+    def __init__(self, spec: dict[str, Any]):
+        self.spec, self.ops = spec, exact_kernels(spec["kernels"])
+        self.leg: Leg | None = None
+
+    def obey(self, do: str, **command: Any) -> dict[str, Any]:
+        if do == "leg":
+            assert self.leg is not None
+            return self.leg(**command)
+        self.leg = None  # the trainer before, of which nothing may count towards the peak of this one
+        gc.collect()
+        if self.spec["device"] == "cuda":
+            torch.cuda.empty_cache()
+        self.leg = trainer(self.spec, command["fsdp"], self.ops)
+        return {"weight_gradients": ["torch.float32"], "spec": described(self.spec | command)}
+
+
+def follow(spec: dict[str, Any], number: int, store: str) -> None:
     """Any rank but the first: does what the first one is asked."""
-    join(spec, rank, store)
-    leg = trainer(spec)
+    join(spec, number, store)
+    rank = Rank(spec)
     while True:
         command: list[Any] = [None]
         dist.broadcast_object_list(command)
-        leg(**command[0])
+        rank.obey(**command[0])
 
 
 def build(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
     if spec["ranks"] > 1:
         store = f"{tempfile.mkdtemp(prefix='mlite-ranks-')}/store"
-        for rank in range(1, spec["ranks"]):
-            mp.get_context("spawn").Process(target=follow, args=(spec, rank, store), daemon=True).start()  # ends with this process
+        for number in range(1, spec["ranks"]):
+            mp.get_context("spawn").Process(target=follow, args=(spec, number, store), daemon=True).start()  # ends with this process
         join(spec, 0, store)
-    leg = trainer(spec)
+    rank = Rank(spec)
 
     def handle(command: dict[str, Any]) -> dict[str, Any]:
-        assert command.pop("do") == "leg"
         if spec["ranks"] > 1:
             dist.broadcast_object_list([command])
-        return leg(**command)
+        return rank.obey(**command)
 
     name = torch.cuda.get_device_name() if spec["device"] == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "weight_gradients": ["torch.float32"], "spec": described(spec)}, handle
+    return {"device": name, "torch": torch.__version__}, handle
 
 
 if __name__ == "__main__":

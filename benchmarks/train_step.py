@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from itertools import combinations
 from pathlib import Path
@@ -66,22 +67,12 @@ def run(args: argparse.Namespace) -> int:
             "seed": args.seed, "kernels": kernels, "attention": args.transformers_attention,
         }  # fmt: skip
 
-        def start(name: str) -> Arm:
-            if args.base == "exact":
-                return Arm(name, "benchmarks.train_worker", spec | {"arm": name}, progress.log(name), ENVIRONMENT[name])
-            return Arm(name, "benchmarks.train_ranks", spec | settings(name), progress.log(name), ENVIRONMENT["exact"] | RANKS)
+        with ExitStack() as ended:
 
-        with closing(start(args.base)) as base:
-            silent = {args.base: base}
-            for others in [args.against] if args.base == "exact" else [[name] for name in args.against]:  # whole trainers: two at a time
-                with ExitStack() as ended:
-                    arms = {name: ended.enter_context(closing(start(name))) for name in others}
-                    silent |= arms
-                    progress.say(f"starting {', '.join(silent)}")
-                    result["arms"] |= {name: arm.reply(args.start_timeout) for name, arm in silent.items()}
-                    silent = {}
-                    work = _profile if args.profile else _measure
-                    work(args, config, {args.base: base} | arms, result, progress)
+            def start(name: str, module: str, environment: dict[str, str | None], **facts: Any) -> Arm:
+                return ended.enter_context(closing(Arm(name, module, spec | facts, progress.log(name), environment)))
+
+            (_kernels if args.base == "exact" else _trainers)(args, config, start, result, progress)
         result["finished"] = True
         report.write(args.out, result)
         if not args.profile:
@@ -89,6 +80,36 @@ def run(args: argparse.Namespace) -> int:
             draw(args.out, result["summary"])
     measured = args.profile or result["legs"]  # no leg where --minutes left all of them out
     return 0 if measured and not any("error" in leg for leg in result["legs"]) else 1
+
+
+def _kernels(args: argparse.Namespace, config: Any, start: Callable[..., Arm], result: dict[str, Any], progress: Any) -> None:
+    """exact and its opponents, all alive at once."""
+    arms = {name: start(name, "benchmarks.train_worker", ENVIRONMENT[name], arm=name) for name in ("exact", *args.against)}
+    progress.say(f"starting {', '.join(arms)}")
+    result["arms"] = {name: arm.reply(args.start_timeout) for name, arm in arms.items()}
+    (_profile if args.profile else _measure)(args, config, arms, result, progress)
+
+
+def _trainers(args: argparse.Namespace, config: Any, start: Callable[..., Arm], result: dict[str, Any], progress: Any) -> None:
+    """plain beside one other at a time: two whole trainers are all that a GPU may hold. Those on as many ranks share their processes."""
+    ranks = {name: settings(name)["ranks"] for name in args.against}
+    names = {"plain": 1} | {"unsharded" if count == 1 else f"fsdp{count}": count for count in sorted(set(ranks.values()))}
+    workers = {
+        name: start(name, "benchmarks.train_ranks", ENVIRONMENT["exact"] | RANKS, ranks=count) for name, count in names.items()
+    }  # fmt: skip
+    progress.say(f"starting {', '.join(workers)}")
+    facts = {name: worker.reply(args.start_timeout) for name, worker in workers.items()}
+
+    def built(arm: str, worker: str) -> Arm:
+        progress.say(f"building {arm}")
+        result["arms"][arm] = facts[worker] | workers[worker].ask(args.start_timeout, do="build", fsdp=settings(arm)["fsdp"])
+        return workers[worker]
+
+    plain = built("plain", "plain")
+    for worker in list(names)[1:]:
+        for arm in (name for name in args.against if ranks[name] == names[worker]):
+            _measure(args, config, {"plain": plain, arm: built(arm, worker)}, result, progress)
+        workers[worker].close()
 
 
 RANKS: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0"}  # without NVLink multicast, which not every host lends
