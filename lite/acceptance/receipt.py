@@ -41,14 +41,17 @@ def _finite(content: Any) -> Any:
     return str(content) if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def closure() -> dict[str, str]:
-    """sha256 of every lite source that this process has loaded, by path relative to the repository (also from a wheel)."""
-    files = [
-        Path(module.__file__)
-        for name, module in list(sys.modules.items())
-        if (name == "lite" or name.startswith("lite.")) and not name.startswith(NOT_IN_CLOSURE) and module.__file__
-    ]
-    return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+def closure(whole: bool = False) -> dict[str, str]:
+    """sha256 of every lite source that this process has loaded, by path relative to the repository (also from a wheel). whole: of all there
+    are, for a run whose work is done by processes that this one has started."""
+    loaded = {name for name in sys.modules if name == "lite" or name.startswith("lite.")}
+    found = {}
+    for file in sorted((ROOT / "lite").rglob("*.py")):
+        path = file.relative_to(ROOT)
+        name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        if (whole or name in loaded) and not name.startswith(NOT_IN_CLOSURE):
+            found[path.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
 
 
 def changed_sources(made: dict[str, str], root: Path) -> list[str]:

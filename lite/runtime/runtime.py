@@ -17,7 +17,7 @@ from lite.primitive.ckpt.spec import Skip
 from lite.primitive.kernels.probe import probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
-from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
+from lite.primitive.optimizer.master import MasterAdamW, arrived, lr_schedule
 from lite.runtime import checkpoint, resume, routes
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import RuntimeConfig, from_dict
@@ -234,13 +234,14 @@ class Runtime:
         """Moves parameters, masters with their moments, and gradients."""
         target = torch.device(device)
         if model:
-            handle.module.to(target)
+            handle.module.to(target, non_blocking=True)
             handle.device = target
         for p in handle.module.parameters():
             if grad and p.grad is not None:
-                p.grad = p.grad.to(target)
+                p.grad = p.grad.to(target, non_blocking=True)
         if optimizer and handle.optimizer is not None:
             handle.optimizer.to(target)
+        arrived(target)
 
 
 def create_runtime(config: RuntimeConfig | dict[str, Any]) -> Runtime:

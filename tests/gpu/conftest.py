@@ -49,7 +49,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "measurements": measurements,
         "environment": environment(device, {}),
         "git": git_state(),
-        "closure": closure() | loaded_tests(),
+        "closure": closure(whole=True) | loaded_tests(),  # in some of these tests trainers and engines are processes of their own
     })  # fmt: skip
 
 

@@ -81,7 +81,8 @@ class MasterAdamW:
                     lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 )  # fmt: skip
                 for there, here in zip(held[:3], visiting[:3], strict=True):
-                    there.copy_(here)
+                    there.copy_(here, non_blocking=True)
+        arrived(torch.device("cpu"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments by name, the objects themselves: what a checkpoint holds. What no step has reached has no moments."""
@@ -101,7 +102,7 @@ class MasterAdamW:
             self._begin(self.masters[name], count)
 
     def _begin(self, master: Tensor, step: int) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(float(step)), **{key: torch.zeros_like(master) for key in MOMENTS}}
+        state = {"step": torch.tensor(float(step)), **{key: _zeros_beside(master) for key in MOMENTS}}
         self.adamw.state[master] = state
         return state
 
@@ -109,17 +110,33 @@ class MasterAdamW:
         """Moves moments, and masters that are the optimizer's own; these stay the same objects."""
         for master in self.masters.values():
             if master.device != device and not isinstance(master, DTensor):  # a shard moves with its module
-                torch.utils.swap_tensors(master, master.to(device))
+                torch.utils.swap_tensors(master, master.to(device, non_blocking=True))
             state = self.adamw.state.get(master, {})
-            state.update({key: value.to(device) for key, value in state.items() if key != "step"})
+            state.update({key: value.to(device, non_blocking=True) for key, value in state.items() if key != "step"})
+        arrived(device)
 
     def zero_grad(self) -> None:
         for name, p in self.parameters.items():
             p.grad = self.masters[name].grad = None
 
 
+def arrived(device: torch.device) -> None:
+    """Waits for what was sent there without waiting. torch gives a copy of that kind from a GPU to the CPU pinned memory, which the bus reads
+    and writes at its own speed, and keeps the memory for the next one."""
+    if device.type == "cpu" and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _zeros_beside(master: Tensor) -> Tensor:
+    """Zeros like it, pinned where it is, too."""
+    zeros = torch.zeros_like(_local(master), pin_memory=_local(master).is_pinned())
+    if not isinstance(master, DTensor):
+        return zeros
+    return DTensor.from_local(zeros, master.device_mesh, master.placements, shape=master.shape, stride=master.stride())
 
 
 def _norm_and_zeros(grads: list[Tensor], device: torch.device) -> tuple[float, int]:

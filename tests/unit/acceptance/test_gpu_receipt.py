@@ -61,7 +61,7 @@ def test_the_status_is_of_what_ran(source, status, counts, failures, gpu_tests):
 
 
 @pytest.mark.slow
-def test_the_receipt_holds_facts_the_command_and_the_sources_that_were_loaded(tmp_path):
+def test_the_receipt_holds_facts_the_command_the_tests_that_were_loaded_and_the_whole_package(tmp_path):
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", folder)
@@ -80,6 +80,7 @@ def test_the_receipt_holds_facts_the_command_and_the_sources_that_were_loaded(tm
     closure = receipt["closure"]
     assert closure["tests/helper.py"] == hashlib.sha256(b"ANSWER = 42\n").hexdigest()
     assert closure.keys() >= {"tests/gpu/test_it.py", "tests/gpu/conftest.py", "lite/acceptance/receipt.py"}
+    assert "lite/runtime/runtime.py" in closure, "processes that a test starts load what it does not"
     assert "tests/other.py" not in closure and not [path for path in closure if path.startswith("/")]
 
 
