@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lite.primitive.kernels.visible import SSDShape
 from lite.primitive.parallel.packing import Seqlens
+from lite.vllm_plugin import page_io
 
 DECODE_SEQUENCES = 64  # scanned at once: each takes a chunk of rows and three states of memory
 
@@ -72,42 +73,43 @@ class Pieces(NamedTuple):
     @classmethod
     def of(cls, computed: Sequence[int], new: Sequence[int], chunk: int, device: torch.device | str) -> "Pieces":
         """Made on the host, which knows these lengths; once a step, for all layers."""
-        new_at: list[int] = []
-        held: list[tuple[int, int, int]] = []
-        kept: list[tuple[int, int, int]] = []
-        start = 0
-        for i, (before, count) in enumerate(zip(computed, new, strict=True)):
-            rows = before % chunk + count
-            new_at += range(start + before % chunk, start + rows)
-            held += [(i, row, start + row) for row in range(before % chunk)]
-            kept += [(i, row, start + rows - rows % chunk + row) for row in range(rows % chunk)]
-            start += rows
-        whole = [before % chunk + count for before, count in zip(computed, new, strict=True)]
-        indices = (torch.tensor(new_at), torch.tensor(held).view(-1, 3), torch.tensor(kept).view(-1, 3))
-        at, of_held, of_kept = (t.long().to(device) for t in indices)
-        seqlens, all_seqlens = Seqlens.of(new, new, device), Seqlens.of(whole, whole, device)
-        return cls(seqlens, all_seqlens, torch.tensor(computed).to(device), at, *of_held.unbind(1), *of_kept.unbind(1))
+        old, count = torch.tensor(computed), torch.tensor(new)
+        before = old % chunk
+        whole = before + count
+        ends = whole.cumsum(0)
+        starts, after = ends - whole, whole % chunk
+        parts = (
+            old, _ranges(starts + before, count), _owners(before), _ranges(torch.zeros_like(before), before), _ranges(starts, before),
+            _owners(after), _ranges(torch.zeros_like(after), after), _ranges(ends - after, after),
+        )  # fmt: skip
+        there = torch.cat(parts).to(device).split([len(part) for part in parts])  # one copy: each waits for the device
+        return cls(Seqlens.of(new, new, device), Seqlens.of(whole.tolist(), whole.tolist(), device), *there)
+
+
+def _ranges(start: Tensor, count: Tensor) -> Tensor:
+    """start[i] .. start[i] + count[i] - 1 for each i, one after another."""
+    return torch.arange(int(count.sum())) + torch.repeat_interleave(start - (count.cumsum(0) - count), count)
+
+
+def _owners(count: Tensor) -> Tensor:
+    """Each i count[i] times."""
+    return torch.repeat_interleave(torch.arange(len(count)), count)
 
 
 def prefill(kernels: Any, mixer: Mixer, pages: Pages, slots: Tensor, pieces: Pieces, xbc: Tensor, dt: Tensor) -> Tensor:
     """xbc[T, C] before the convolution, dt[T, H] of the pieces' new rows; slots[S]: each sequence's page. -> y[T, H*P]."""
     slots = slots.long()
-    history = _valid(pages.conv[slots], pieces.computed > 0)
+    history = page_io.read_states(pages.conv, slots, pieces.computed > 0)
     rows = kernels.causal_conv1d(xbc, mixer.conv_weight, mixer.conv_bias, history, pieces.seqlens)
     pages.conv[slots] = _last_rows(history, xbc, pieces.seqlens.cu_q)
 
     all_rows, all_dt = _extend(pages.rows, slots, pieces, rows), _extend(pages.dt, slots, pieces, dt)
-    before = _valid(pages.boundary[slots], pieces.computed >= mixer.shape.chunk)
+    before = page_io.read_states(pages.boundary, slots, pieces.computed >= mixer.shape.chunk)
     y, boundary = kernels.ssd_scan(all_rows, all_dt, mixer.A, mixer.D, mixer.dt_bias, before, pieces.all_seqlens, mixer.shape)
     pages.boundary[slots] = boundary
     for held, now in ((pages.rows, all_rows), (pages.dt, all_dt)):
         held[slots[pieces.kept_of], pieces.kept_row] = now[pieces.kept_at]
     return y[pieces.new_at]
-
-
-def _valid(state: Tensor, valid: Tensor) -> Tensor:
-    """state[S, ...] where valid[S], zeros where not: whatever a page held before may be NaN."""
-    return torch.where(valid.view(-1, *[1] * (state.ndim - 1)), state, 0)
 
 
 def _last_rows(history: Tensor, x: Tensor, cu: Tensor) -> Tensor:
@@ -146,15 +148,14 @@ def _decode(kernels: Any, mixer: Mixer, pages: Pages, slots: Tensor, computed: T
     each = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     sequence, row = each[:-1].long(), (computed % chunk).long()
 
-    history = _valid(pages.conv[slots], computed > 0)
+    history = page_io.read_states(pages.conv, slots, computed > 0)
     new = kernels.causal_conv1d(xbc, mixer.conv_weight, mixer.conv_bias, history, Seqlens(each, each, 1, 1))
     pages.conv[slots] = torch.cat([history[:, 1:], xbc[:, None]], dim=1)
 
     pages.rows[slots, row], pages.dt[slots, row] = new, dt
-    until = torch.arange(chunk, device=device) <= row[:, None]
-    rows, all_dt = (torch.where(until[..., None], held[slots], 0).flatten(0, 1) for held in (pages.rows, pages.dt))
-    before = _valid(pages.boundary[slots], computed >= chunk)
+    rows, all_dt = (page_io.read_rows(held, slots, row).flatten(0, 1) for held in (pages.rows, pages.dt))
+    before = page_io.read_states(pages.boundary, slots, computed >= chunk)
     cu = each * chunk
     y, after = kernels.ssd_scan(rows, all_dt, mixer.A, mixer.D, mixer.dt_bias, before, Seqlens(cu, cu, chunk, chunk), mixer.shape)
-    pages.boundary[slots] = torch.where((row == chunk - 1)[:, None, None, None], after, before)
+    page_io.write_states(pages.boundary, slots, row == chunk - 1, after)
     return y.view(sequences, chunk, -1)[sequence, row]

@@ -121,8 +121,8 @@ class MasterAdamW:
 
 
 def arrived(device: torch.device) -> None:
-    """Waits for what was sent there without waiting. torch gives a copy of that kind from a GPU to the CPU pinned memory, which the bus reads
-    and writes at its own speed, and keeps the memory for the next one."""
+    """Waits for what was sent there without waiting. torch gives such a copy from a GPU to the CPU pinned memory, which the bus reads and
+    writes at its own speed, and keeps the memory for the next one."""
     if device.type == "cpu" and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
 

@@ -176,7 +176,7 @@ def test_decode_in_parts_has_the_same_bits(engine: Engine, monkeypatch: pytest.M
 
 def stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new page is taken for what its last request left."""
-    monkeypatch.setattr(replay, "_valid", lambda state, valid: state)
+    monkeypatch.setattr(replay.page_io, "read_states", lambda held, slots, valid: held[slots])
 
 
 def state_of_a_partial_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +219,5 @@ def test_a_wrong_state_or_row_is_noticed(engine: Engine, planted: str) -> None:
 
 def test_the_state_of_a_chunk_that_is_not_full_yet_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for the boundary in a decode step."""
-    where = torch.where
-    monkeypatch.setattr(replay.torch, "where", lambda c, a, b: a if c.ndim == 4 and isinstance(b, Tensor) else where(c, a, b))
+    monkeypatch.setattr(replay.page_io, "write_states", lambda held, slots, full, states: held.__setitem__(slots, states))
     assert not all(r.exact for r in served(engine, 0))

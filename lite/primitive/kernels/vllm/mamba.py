@@ -100,6 +100,8 @@ def ssd_scan(
         shape.chunk, cu, chunks.starts, chunks.last, chunks.sequence, y, D=D, dt_bias=dt_bias, initial_states=boundary.contiguous(),
         dt_softplus=True, dt_limit=(0.0, float("inf")), return_intermediate_states=True, state_dtype=torch.float32,
     )  # fmt: skip
+    if rows == shape.chunk * (len(cu) - 1) and seqlens.max_k == shape.chunk:  # each sequence is one full chunk, as in a decode step
+        return _queries(y.flatten(1), seqlens), states
     return _queries(y.flatten(1), seqlens), _last_full(states, boundary, cu.diff(), chunks.last, shape.chunk)
 
 
