@@ -17,7 +17,8 @@ from lite.primitive.ckpt.spec import Skip
 from lite.primitive.kernels.probe import probe_kernels
 from lite.primitive.modules.head import TokenScores
 from lite.primitive.ops.bridges import Ops, reference_ops
-from lite.primitive.optimizer.master import MasterAdamW, arrived, lr_schedule
+from lite.primitive.optimizer.master import MasterAdamW, lr_schedule
+from lite.primitive.transfer import arrived
 from lite.runtime import checkpoint, resume, routes
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import RuntimeConfig, from_dict

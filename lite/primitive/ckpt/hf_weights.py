@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from lite.errors import InputError
 from lite.primitive.ckpt.spec import Part, WeightTable, parts, skip_reason
+from lite.primitive.transfer import arrived
+
+AT_ONCE, PIECE = 64, 1 << 24  # of a fingerprint: tensors hashed side by side, bytes of one that are on the CPU at a time
 
 
 @dataclass
@@ -95,16 +99,22 @@ def deployed_name(name: str) -> str:
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """sha256 over name, dtype, shape and bytes of every tensor, in the order of the names; one number for one policy's weights."""
-
-    def digest(item: tuple[str, Tensor]) -> tuple[str, bytes]:
-        name, tensor = item
-        found = hashlib.sha256(f"{name} {_dtype(tensor)} {tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
-        return name, found.digest()
-
+    tensors = iter(tensors)
+    digests: list[tuple[str, bytes]] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing does not hold the interpreter
-        digests = sorted(pool.map(digest, tensors))
-    return hashlib.sha256(b"".join(digest for _, digest in digests)).hexdigest()
+        while some := list(islice(tensors, AT_ONCE)):  # not all: a sharded model's are gathered for this
+            digests += pool.map(_digest, some)
+    return hashlib.sha256(b"".join(digest for _, digest in sorted(digests))).hexdigest()
+
+
+def _digest(item: tuple[str, Tensor]) -> tuple[str, bytes]:
+    name, tensor = item
+    found = hashlib.sha256(f"{name} {_dtype(tensor)} {tuple(tensor.shape)}".encode())
+    for piece in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE):
+        here = piece.to("cpu", non_blocking=True)
+        arrived(here.device)
+        found.update(here.numpy().data)
+    return name, found.digest()
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim.adamw import adamw
 
 from lite.errors import InputError
+from lite.primitive.transfer import arrived
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -118,13 +119,6 @@ class MasterAdamW:
     def zero_grad(self) -> None:
         for name, p in self.parameters.items():
             p.grad = self.masters[name].grad = None
-
-
-def arrived(device: torch.device) -> None:
-    """Waits for what was sent there without waiting. torch gives such a copy from a GPU to the CPU pinned memory, which the bus reads and
-    writes at its own speed, and keeps the memory for the next one."""
-    if device.type == "cpu" and torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
 
 
 def _local(tensor: Tensor) -> Tensor:
