@@ -1,4 +1,4 @@
-"""The fused VJP of routed experts, interpreted, against torch_moe.py's formula at shapes that fit no tile."""
+"""The fused VJPs of routed experts and relu2, interpreted, against torch_moe.py's and torch.py's formulas at shapes that fit no tile."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lite.primitive.compare import bits
+from lite.primitive.kernels.vjp import torch as formulas
 from lite.primitive.kernels.vjp import torch_moe
 from lite.primitive.kernels.vjp import triton_moe as fused
 from tests.gradients import assert_gradient, passes
@@ -101,6 +102,16 @@ def test_a_tokens_rows_are_added_in_the_order_of_k(T: int, k: int, H: int) -> No
         assert not torch.equal(fused.combine(rows, position.roll(1, 1)), want), "another order must be noticed"
     if T > 1:
         assert not close(fused.combine(rows, position.roll(1, 0)), want), "another token's rows must be noticed"
+
+
+@pytest.mark.parametrize("shape", [(1,), (9, 40), (3, 2500), (2, 3, 700)], ids=str)
+def test_relu2s_gradient_follows_the_formula(shape: tuple[int, ...]) -> None:
+    x, dy = normal(*shape, mean=0.5), normal(*shape, seed=1)
+    want = formulas.relu2({"x": x}, NEEDS, {"y": dy})["x"]
+    got = fused.relu2(x, dy)
+    assert close(got, want) and same_bits((fused.relu2(x, dy),), (got,))
+    assert not close(fused.relu2(-x, dy), want), "another sign must be noticed"
+    assert fused.relu2(torch.full(shape, torch.nan), dy).isnan().all(), "a NaN must stay one"
 
 
 def case(kind: str, k: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor | None]]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lite.primitive.kernels.vjp import Grads, Needs, Values
+from lite.primitive.kernels.vjp import Grads, Needs, Values, triton_moe
 from lite.primitive.kernels.vjp import triton as fused
 from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
 from lite.primitive.kernels.vjp.torch import (
@@ -20,7 +20,6 @@ from lite.primitive.kernels.vjp.torch import (
     embedding,
     gated_rms_norm,
     grouped_topk,
-    relu2,
     rotary,
     router_logits,
     ssm_decay,
@@ -100,6 +99,12 @@ def swiglu(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     dy = d["y"]
     assert dy is not None
     return {"gate_up": fused.swiglu(values["gate_up"], dy)}
+
+
+def relu2(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    dy = d["y"]
+    assert dy is not None
+    return {"x": triton_moe.relu2(values["x"], dy)}
 
 
 def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""VJP of routed experts on a Hopper GPU in bf16: tensor cores for the products, Triton for what lies between them, where
+"""VJPs of routed experts and of relu2 on a Hopper GPU in bf16: tensor cores for the products, Triton for what lies between them, where
 each element is read and written once. torch_moe.py has the formula, in a pass for each of its operations.
 
 fp32 inside, rounded once, as there; only W2^T dout and the experts' own sums come rounded from their products. The order of every sum
@@ -72,7 +72,15 @@ def _kernels() -> Any:
             sums += tl.load(rows + row * H + column, inside, 0.0).to(tl.float32)
         tl.store(dx + token * H + column, sums, inside)
 
-    return SimpleNamespace(gather=gather, activation=activation, combine=combine, cdiv=triton.cdiv)
+    @triton.jit
+    def relu2(x, dy, dx, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        x_ = tl.load(x + at, inside, 0.0).to(tl.float32)
+        dy_ = tl.load(dy + at, inside, 0.0).to(tl.float32)
+        tl.store(dx + at, 2.0 * tl.where(x_ < 0.0, 0.0, x_) * dy_, inside)
+
+    return SimpleNamespace(gather=gather, activation=activation, combine=combine, relu2=relu2, cdiv=triton.cdiv)
 
 
 def gather(d_out: Tensor, token: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +107,14 @@ def combine(rows: Tensor, position: Tensor) -> Tensor:
     out = rows.new_empty(T, H)
     k.combine[(T, k.cdiv(H, BLOCK))](rows, position, out, H, K=K, BLOCK=BLOCK, num_warps=4)
     return out
+
+
+def relu2(x: Tensor, dy: Tensor) -> Tensor:
+    """y = relu(x)^2 of any shape. -> dx."""
+    k, x, dy = _kernels(), x.contiguous(), dy.contiguous()
+    dx = torch.empty_like(x)
+    k.relu2[(k.cdiv(x.numel(), BLOCK),)](x, dy, dx, x.numel(), BLOCK=BLOCK, num_warps=4)
+    return dx
 
 
 def grouped_rows(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
