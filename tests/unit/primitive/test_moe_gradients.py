@@ -118,21 +118,6 @@ def expert_values(dtype: torch.dtype) -> tuple[dict, dict[str, Tensor]]:
     return values, {"y": torch.randn(T, 48).to(dtype)}
 
 
-def test_products_on_tensor_cores_give_the_same_gradients() -> None:
-    """The GPU's logic on a CPU. It rounds W2^T dout, du and the gradients of weights to bf16 once more than the fp32 products do, hence
-    bf16's limit. Planted: the rows of another expert."""
-    values, d = expert_values(torch.bfloat16)
-    needs = frozenset({"x", "w13", "w2", "weights"})
-    want = torch_moe.routed_experts(values, needs, d)
-    got = torch_moe.routed_experts(values, needs, d, torch_moe.TENSOR_CORES)
-    shifted = torch_moe.Grouped(lambda a, w, ends: torch_moe.tensor_core_rows(a, w.roll(1, 0), ends), torch_moe.tensor_core_outer)
-    wrong = torch_moe.routed_experts(values, needs, d, shifted)
-    for name in needs:
-        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape
-        assert_gradient(got[name], want[name], LIMITS[torch.bfloat16], name)
-        assert not passes(wrong[name], want[name], LIMITS[torch.bfloat16]), name
-
-
 @pytest.mark.parametrize("missing", ["x", "w13", "w2", "weights"])
 def test_an_argument_that_needs_no_gradient_costs_none(missing: str) -> None:
     values, d = expert_values(torch.float32)
@@ -147,10 +132,10 @@ def test_nothing_uninitialised_reaches_a_gradient(poisoned_memory: None) -> None
 
 def test_the_gpus_backwards_are_there_for_every_operation() -> None:
     from lite.primitive.kernels import reference
-    from lite.primitive.kernels.vjp import cuda
+    from lite.primitive.kernels.vjp import cuda, triton_moe
 
     Ops(reference, cuda)
-    assert cuda.routed_experts.keywords == {"grouped": torch_moe.TENSOR_CORES}
+    assert cuda.routed_experts is triton_moe.routed_experts
 
 
 def unnormalized(values: dict, needs: frozenset, d: dict) -> dict[str, Tensor]:

@@ -1,19 +1,18 @@
 """VJPs on a Hopper GPU in bf16: tensor cores for every product, fp32 for every accumulation, deterministic.
 
-What is not a product of matrices is triton.py's where activations are large, torch.py's elsewhere. Products are `torch.mm` with
-`out_dtype` fp32 (measured as fast as Transformer Engine's `general_gemm` at these shapes); `torch.bmm` is not used: batch-invariant mode
-replaces it by a function without autograd. The attention's backward is FlashAttention 2's as ATen ships it, in its deterministic order,
-from the visible forward's output and lse.
+What is not a product of matrices is Triton's where activations are large (triton.py, triton_moe.py), torch.py's elsewhere. Products are
+`torch.mm` with `out_dtype` fp32 (measured as fast as Transformer Engine's `general_gemm` at these shapes); `torch.bmm` is not used:
+batch-invariant mode replaces it by a function without autograd. The attention's backward is FlashAttention 2's as ATen ships it, in its
+deterministic order, from the visible forward's output and lse.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lite.primitive.kernels.vjp import Grads, Needs, Values, torch_moe
+from lite.primitive.kernels.vjp import Grads, Needs, Values, triton_moe
 from lite.primitive.kernels.vjp import triton as fused
 from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
 from lite.primitive.kernels.vjp.torch import (
@@ -21,12 +20,12 @@ from lite.primitive.kernels.vjp.torch import (
     embedding,
     gated_rms_norm,
     grouped_topk,
-    relu2,
     rotary,
     router_logits,
     ssm_decay,
     topk_softmax,
 )
+from lite.primitive.kernels.vjp.triton_moe import routed_experts
 
 __all__ = ["add_rms_norm", "attention", "causal_conv1d", "embedding", "gated_rms_norm", "grouped_topk", "linear", "relu2", "rms_norm",
            "rotary", "routed_experts", "router_logits", "ssd_scan", "ssm_decay", "swiglu", "token_logprobs", "topk_softmax"]  # fmt: skip
@@ -102,6 +101,12 @@ def swiglu(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     return {"gate_up": fused.swiglu(values["gate_up"], dy)}
 
 
+def relu2(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    dy = d["y"]
+    assert dy is not None
+    return {"x": triton_moe.relu2(values["x"], dy)}
+
+
 def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     """torch.py has the formula. Logits are made again chunk by chunk and become their own gradient in place."""
     hidden, weight, labels, temperature = (values[name] for name in ("hidden", "weight", "labels", "temperature"))
@@ -117,6 +122,3 @@ def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
             d_weight[start : start + w.shape[0]] = torch.mm(dz.t(), hidden, out_dtype=torch.float32)
     grads = {"hidden": dx.to(hidden.dtype)}
     return grads if d_weight is None else grads | {"weight": d_weight}
-
-
-routed_experts = partial(torch_moe.routed_experts, grouped=torch_moe.TENSOR_CORES)

@@ -4,7 +4,6 @@ Which experts are chosen is a constant; their weights carry the gradient to the 
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +41,19 @@ def grouped_topk(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     return {"logits": torch.zeros(logits.shape, device=logits.device).scatter(1, ids, d_chosen).to(logits.dtype)}
 
 
-class Grouped(NamedTuple):
-    """Products over rows that lie expert by expert; ends[E] int32: where each expert's rows end.
+def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids[T, k] -> the pairs (token, choice) sorted by expert, an expert's in the order of the tokens: (order[T k], the pair at each place;
+    token[T k], its token; ends[experts] int32, where each expert's pairs end)."""
+    flat = ids.reshape(-1).long()
+    order = flat.sort(stable=True).indices
+    ends = (flat == torch.arange(experts, device=ids.device)[:, None]).sum(1).cumsum(0, dtype=torch.int32)
+    return order, order // ids.shape[1], ends
 
-    rows   a[M, K], w[E, K, N], ends -> [M, N]: each row times its expert's matrix
-    outer  a[M, N], b[M, K], ends -> [E, N, K] fp32: for each expert the sum over its rows of a b^T
-    """
 
-    rows: Callable[[Tensor, Tensor, Tensor], Tensor]
-    outer: Callable[[Tensor, Tensor, Tensor], Tensor]
+def unsorted(rows: Tensor, order: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    out[order] = rows
+    return out
 
 
 def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
@@ -62,67 +65,45 @@ def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def fp32_rows(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def grouped_rows(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """a[M, K], its rows expert by expert, w[E, K, N], ends[E] -> [M, N] fp32: each row times its expert's matrix."""
     out = torch.empty(a.shape[0], w.shape[2], device=a.device)
     for expert, rows in _spans(ends):
         out[rows] = a[rows].float() @ w[expert].float()
     return out
 
 
-def fp32_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """a[M, N], b[M, K], ends[E] -> [E, N, K] fp32: for each expert the sum over its rows of a b^T."""
     out = torch.zeros(len(ends), a.shape[1], b.shape[1], device=a.device)
     for expert, rows in _spans(ends):
         out[expert] = a[rows].float().t() @ b[rows].float()
     return out
 
 
-def tensor_core_rows(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """One launch for all experts; bf16 of sizes that are multiples of 8, accumulated in fp32, rounded once (it has no other output)."""
-    return torch._grouped_mm(a.to(w.dtype), w, offs=ends)
-
-
-def tensor_core_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """One launch, too, and so no wait for `ends`: an expert's sum over a micro-batch is rounded to bf16 once, sums of micro-batches are
-    fp32. An expert without rows gets zeros."""
-    return torch._grouped_mm(a.to(b.dtype).t(), b, offs=ends).float()
-
-
-FP32 = Grouped(fp32_rows, fp32_outer)
-TENSOR_CORES = Grouped(tensor_core_rows, tensor_core_outer)
-
-
-def routed_experts(values: Values, needs: Needs, d: Grads, grouped: Grouped = FP32) -> dict[str, Tensor]:
+def routed_experts(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     """With u = W13 x, a = act(u), y = W2 a and out = sum of w y: dw = (W2^T dout) a, da = w W2^T dout, dW2 = w dout a^T,
     du = act'(u) da, dW13 = du x^T, dx = sum over k of W13^T du. u and a are made again, rounded as the forward rounds them."""
     x, w13, w2, weights, ids, activation = (values[name] for name in ("x", "w13", "w2", "weights", "ids", "activation"))
-    d_out, k = d["y"], ids.shape[1]
+    d_out = d["y"]
     assert d_out is not None
-    flat = ids.reshape(-1).long()
-    order = flat.sort(stable=True).indices  # (token, choice) pairs by expert, in the order of the tokens
-    ends = (flat == torch.arange(w13.shape[0], device=ids.device)[:, None]).sum(1).cumsum(0, dtype=torch.int32)
-    token, weight = order // k, weights.view(-1)[order, None]
+    order, token, ends = by_expert(ids, w13.shape[0])
+    weight, x_rows, d_rows = weights.view(-1)[order, None], x[token], d_out[token]
 
-    x_rows, d_rows = x[token], d_out[token]
-    up = grouped.rows(x_rows, w13.transpose(1, 2), ends).to(x.dtype)
+    up = grouped_rows(x_rows, w13.transpose(1, 2), ends).to(x.dtype)
     active, back = ACTIVATIONS[activation](up)
-    d_mixed = grouped.rows(d_rows, w2, ends).float()
+    d_mixed = grouped_rows(d_rows, w2, ends)
     grads = {}
     if "weights" in needs:
-        grads["weights"] = _unsorted((d_mixed * active.float()).sum(-1), order).view_as(weights)
+        grads["weights"] = unsorted((d_mixed * active.float()).sum(-1), order).view_as(weights)
     if "w2" in needs:
-        grads["w2"] = grouped.outer(d_rows.float() * weight, active, ends)
+        grads["w2"] = grouped_outer(d_rows.float() * weight, active, ends)
     d_up = back(d_mixed * weight)
     if "w13" in needs:
-        grads["w13"] = grouped.outer(d_up, x_rows, ends)
+        grads["w13"] = grouped_outer(d_up, x_rows, ends)
     if "x" in needs:
-        grads["x"] = _unsorted(grouped.rows(d_up, w13, ends).float(), order).view(-1, k, x.shape[1]).sum(1).to(x.dtype)
+        grads["x"] = unsorted(grouped_rows(d_up, w13, ends), order).view(*ids.shape, x.shape[1]).sum(1).to(x.dtype)
     return grads
-
-
-def _unsorted(rows: Tensor, order: Tensor) -> Tensor:
-    out = torch.empty_like(rows)
-    out[order] = rows
-    return out
 
 
 def _swiglu(gate_up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
