@@ -1,9 +1,9 @@
 """VJPs on a Hopper GPU in bf16: tensor cores for every product, fp32 for every accumulation, deterministic.
 
-What is not a product of matrices is Triton's where activations are large (triton.py, triton_moe.py), torch.py's elsewhere. Products are
-`torch.mm` with `out_dtype` fp32 (measured as fast as Transformer Engine's `general_gemm` at these shapes); `torch.bmm` is not used:
-batch-invariant mode replaces it by a function without autograd. The attention's backward is FlashAttention 2's as ATen ships it, in its
-deterministic order, from the visible forward's output and lse.
+What is not a product of matrices is Triton's where activations are large (triton.py, triton_mamba.py, triton_moe.py), torch.py's elsewhere.
+Products are `torch.mm` with `out_dtype` fp32 (measured as fast as Transformer Engine's `general_gemm` at these shapes); `torch.bmm` is not
+used: batch-invariant mode replaces it by a function without autograd. The attention's backward is FlashAttention 2's as ATen ships it, in
+its deterministic order, from the visible forward's output and lse.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lite.primitive.kernels.vjp import Grads, Needs, Values, triton_moe
+from lite.primitive.kernels.vjp import Grads, Needs, Values, triton_mamba, triton_moe
 from lite.primitive.kernels.vjp import triton as fused
 from lite.primitive.kernels.vjp.mamba import causal_conv1d, ssd_scan
 from lite.primitive.kernels.vjp.torch import (
     VOCAB_CHUNK,
     embedding,
-    gated_rms_norm,
     grouped_topk,
     rotary,
     router_logits,
@@ -105,6 +104,13 @@ def relu2(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
     dy = d["y"]
     assert dy is not None
     return {"x": triton_moe.relu2(values["x"], dy)}
+
+
+def gated_rms_norm(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
+    x, gate, weight, dy = values["x"], values["gate"], values["weight"], d["y"]
+    assert dy is not None
+    found = triton_mamba.gated_rms_norm(x, gate, weight, values["groups"], values["eps"], dy)
+    return dict(zip(("x", "gate", "weight"), found, strict=True))
 
 
 def token_logprobs(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:

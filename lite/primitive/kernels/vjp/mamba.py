@@ -1,5 +1,5 @@
 """VJPs of Mamba-2's convolution and scan on a Hopper GPU in bf16, deterministic: causal_conv1d's backward for the rows, mamba_ssm's for
-the scan, and torch for the convolution's parameters, which the former would add atomically.
+the scan, and triton_mamba.py for the convolution's parameters, which the former would add atomically.
 
 They serve training, where whole sequences are given: no history, no boundary. mamba_ssm cuts its chunks at multiples of the packed row
 instead of each sequence's and keeps sequences apart inside a chunk; that rounds elsewhere and changes no formula.
@@ -12,22 +12,25 @@ import torch
 from torch import Tensor
 
 from lite.errors import InputError
-from lite.primitive.kernels.vjp import Grads, Needs, Values, torch_mamba
+from lite.primitive.kernels.vjp import Grads, Needs, Values, triton_mamba
 
 
 def causal_conv1d(values: Values, needs: Needs, d: Grads) -> dict[str, Tensor]:
-    """Gradients of the parameters come from `torch_mamba`, which has the formula."""
-    from causal_conv1d.cpp_functions import causal_conv1d_bwd_function
-
-    x, seqlens, dy = values["x"], values["seqlens"], d["y"]
+    """torch_mamba.py has the formula."""
+    x, weight, bias, dy = values["x"], values["weight"].detach(), values["bias"], d["y"]
     assert dy is not None and values["history"] is None
-    grads = torch_mamba.causal_conv1d(values, needs - {"x"}, d) if needs - {"x"} else {}
+    bias = None if bias is None else bias.detach()
+    sequence = _sequence_of_rows(values["seqlens"].cu_q, x.shape[0])
+    grads = {}
     if "x" in needs:
+        from causal_conv1d.cpp_functions import causal_conv1d_bwd_function
+
         rows, d_rows = (t.contiguous()[None].transpose(1, 2) for t in (x, dy))  # [1, C, T], channels last: the layout that takes seq_idx
-        sequence = _sequence_of_rows(seqlens.cu_q, x.shape[0])[None]
-        weights = values["weight"].detach(), None if values["bias"] is None else values["bias"].detach()
-        dx, *_ = causal_conv1d_bwd_function(rows, *weights, d_rows, sequence, None, None, None, False, True)
+        dx, *_ = causal_conv1d_bwd_function(rows, weight, bias, d_rows, sequence[None], None, None, None, False, True)
         grads["x"] = dx[0].t()
+    if needs & {"weight", "bias"}:
+        found = zip(("weight", "bias"), triton_mamba.conv_parameters(x, weight, bias, sequence, dy), strict=True)
+        grads |= {name: grad for name, grad in found if name in needs}
     return grads
 
 
