@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lite.acceptance.first_layers import first_layers
 from lite.acceptance.plants import Plant, check_applies
 from lite.acceptance.proxy import write_proxy
 from lite.acceptance.tasks import PromptFileTask, Task, TokenSetTask
@@ -87,7 +88,7 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
     backend = MegatronLiteConfig(
         dtype=c.dtype,  # type: ignore[arg-type]
         optimizer=OptimizerConfig(lr=c.lr),
-        override={"num_hidden_layers": c.layers} if c.layers and c.model else {},
+        override=first_layers(c.model, c.layers) if c.model else {},
     )
     if c.proxy is not None and not (c.resume and folder.exists()):
         write_proxy(c.proxy, folder, geometry=c.geometry, layers=c.layers, dtype=backend.torch_dtype, seed=c.seed)
@@ -195,8 +196,7 @@ def check_choice(c: ProveConfig) -> None:
         family(c.proxy)
     else:
         assert c.model is not None
-        override = {"num_hidden_layers": c.layers} if c.layers else {}
-        runtime = Runtime(RuntimeConfig(hf_path=c.model, backend_cfg=MegatronLiteConfig(override=override)))
+        runtime = Runtime(RuntimeConfig(hf_path=c.model, backend_cfg=MegatronLiteConfig(override=first_layers(c.model, c.layers))))
         runtime.protocol.build_model_config(runtime.hf_config)
         eos_token_ids(c.model, runtime.hf_config)
     if c.prompts is not None:
