@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lite.acceptance.bundle import save_bundle
 from lite.acceptance.first_layers import first_layers
 from lite.model.nemotron_h.config import TINY_PATTERN
 from lite.runtime.config import MegatronLiteConfig, RuntimeConfig
+from lite.runtime.rollout.engine import Trajectory
 from lite.runtime.runtime import Runtime
 from tests.tiny import tiny_checkpoint
 from tests.unit.acceptance.test_prove import SMALL, mlite
@@ -46,3 +48,17 @@ def test_a_hybrids_first_layers_are_proved_and_replayed(tmp_path, monkeypatch) -
     assert mlite(monkeypatch, "prove", *model, *SMALL, "--updates", 0, "--out", out) == 0
     assert json.loads((out / "receipt.json").read_text())["subject"]["geometry"]["hybrid_override_pattern"] == TINY_PATTERN[:3]
     assert mlite(monkeypatch, "replay", out / "rollout" / "theta0.safetensors", *model) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [(6, "--layers: 6 of a model that has 5; give 1 to 5"), (0, "--layers"), (-1, "--layers")],
+)
+@pytest.mark.parametrize("command", ["prove", "replay"])
+def test_more_layers_than_there_are_or_none_is_one_line(tmp_path, monkeypatch, capsys, command: str, layers: int, said: str) -> None:
+    model = tiny_checkpoint("nemotron_h", tmp_path / "model", layers=None)
+    save_bundle(tmp_path / "bundle", [Trajectory("p", 0, (1,), (2,), torch.zeros(1), 0)], [0.0], "fingerprint", 1.0)
+    rest = ("--out", tmp_path / "run") if command == "prove" else (tmp_path / "bundle",)
+    assert mlite(monkeypatch, command, "--model", model, "--layers", layers, *rest) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line and not (tmp_path / "run").exists()
