@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,14 @@ def test_a_long_runs_checkpoints_are_not_cleared_by_a_forgotten_resume(tmp_path)
 def test_a_plant_that_is_none_is_refused_before_anything_is_written(kind, tmp_path, monkeypatch, capsys):
     assert mlite(monkeypatch, *RUN, "--plant", kind, "--out", tmp_path / "run") == 2
     assert f"--plant: {kind!r} is not known" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    """The proxy alone may be gigabytes."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert mlite(monkeypatch, *RUN, "--engine", "vllm", "--out", tmp_path / "run") == 2
+    assert "vllm: is not installed" in capsys.readouterr().err and not (tmp_path / "run").exists()
