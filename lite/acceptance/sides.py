@@ -200,9 +200,13 @@ def check_choice(c: ProveConfig, plant: Plant | None) -> None:
     config = protocol.build_model_config(hf_config)
     if plant:
         check_applies(plant, protocol.WEIGHTS, config, c.engine, c.updates, c.groups * c.samples)
+    flag, longest = "--prompt-tokens", high
     if c.prompts is not None:
         if c.model is None:
             raise InputError("--prompts", "needs a checkpoint with a tokenizer", "give --model, not --proxy")
-        PromptFileTask(c.prompts, c.model, c.groups, ())
+        flag, longest = "--prompts", PromptFileTask(c.prompts, c.model, c.groups, ()).longest_prompt
+    if longest + c.response_tokens > config.max_positions:
+        both = f"prompts of up to {longest} tokens and --response-tokens {c.response_tokens}"
+        raise InputError(flag, f"{both}, the model allows {config.max_positions} together", "shorten one of them")
     if c.engine == "vllm":
         require_verified_version()

@@ -8,9 +8,12 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 
+from lite.acceptance import tasks
 from lite.acceptance.proxy import write_proxy
 from lite.acceptance.result_folder import CHECKPOINTS, LOCK, claimed
+from lite.acceptance.sides import ProveConfig, check_choice
 from lite.errors import InputError
 from tests.unit.acceptance.test_prove import SMALL, mlite
 
@@ -95,8 +98,6 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(where, tmp_path
 
 @pytest.mark.slow
 def test_the_first_layers_of_a_checkpoint_prove_alone(tmp_path, monkeypatch):
-    import torch
-
     write_proxy("qwen3", tmp_path / "model", geometry="tiny", layers=3, dtype=torch.bfloat16, seed=0)
     assert mlite(monkeypatch, "prove", "--model", tmp_path / "model", "--layers", 2, *SMALL, "--updates", 1, "--out", tmp_path / "run") == 0
     subject = json.loads((tmp_path / "run" / "receipt.json").read_text())["subject"]
@@ -144,3 +145,22 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(t
     monkeypatch.setattr("importlib.metadata.version", missing)
     assert mlite(monkeypatch, *RUN, "--engine", "vllm", "--out", tmp_path / "run") == 2
     assert "vllm: is not installed" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_sequences_beyond_the_context_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    assert mlite(monkeypatch, *RUN, "--prompt-tokens", "1:1013", "--out", tmp_path / "run") == 2
+    said = "--prompt-tokens: prompts of up to 1013 tokens and --response-tokens 12, the model allows 1024 together; shorten one of them"
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+    check_choice(ProveConfig(out=tmp_path / "run", proxy="llama", prompt_tokens=(1, 1012), response_tokens=12), None)
+
+
+def test_a_prompt_files_longest_is_what_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "_tokenizer", lambda checkpoint: None)
+    monkeypatch.setattr(tasks, "_dataset", lambda path, name: None)
+    asked = {"reasoning_gym": {"dataset": "d", "entry": {"answer": "1"}}}
+    lines = [json.dumps(asked | {"uid": str(n), "prompt_ids": [1] * n}) for n in (3, 1001)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    write_proxy("qwen3", tmp_path / "model", geometry="tiny", layers=1, dtype=torch.bfloat16, seed=0)
+    flags = ("--model", tmp_path / "model", "--prompts", tmp_path / "prompts.jsonl", "--groups", 1)
+    assert mlite(monkeypatch, "prove", *flags, "--out", tmp_path / "run") == 2
+    assert "--prompts: prompts of up to 1001 tokens" in capsys.readouterr().err and not (tmp_path / "run").exists()
