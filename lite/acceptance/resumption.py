@@ -36,7 +36,7 @@ def can_go_on(c: ProveConfig) -> bool:
     held = checkpoint.read_facts(last)
     version, facts = held.get("version"), held.get("facts")
     if not isinstance(version, int) or not isinstance(facts, dict) or "closure" not in facts:
-        raise InputError(last, "is no checkpoint of a proof", "delete it to go on from the one before, or start another run")
+        raise InputError(last, "is no checkpoint of a proof", checkpoint.way_back(last))
     if version > c.updates:
         raise InputError("--resume", f"{last} lies past --updates {c.updates}", f"give at least {version}")
     if changed := changed_sources(facts["closure"], ROOT):

@@ -144,6 +144,25 @@ def test_rollouts_past_the_checkpoint_are_cleared(begun, tmp_path, monkeypatch) 
     assert policies(out) == policies(begun)
 
 
+@pytest.mark.slow
+def test_a_run_whose_latest_checkpoint_is_damaged_goes_on_from_the_one_before(begun, tmp_path, monkeypatch, capsys) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    (out / "checkpoints" / "step-00000007").mkdir()  # somebody's: it holds no state
+    latest = out / "checkpoints" / "step-00000002"
+    shard = next(latest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    go_on = (*RUN, "--updates", 2, "--save-every", 1, "--out", out, "--resume")
+    assert mlite(monkeypatch, *go_on) == 2
+    assert "move it away or delete it to go on from step-00000001" in capsys.readouterr().err
+    shutil.rmtree(latest)
+    assert mlite(monkeypatch, *go_on) == 0
+    assert "resumed at theta1" in capsys.readouterr().err
+    receipt, whole = json.loads((out / "receipt.json").read_text()), json.loads((begun / "receipt.json").read_text())
+    assert receipt["policies"] == whole["policies"] and receipt["updates"] == whole["updates"]
+    assert mlite(monkeypatch, "compare", out, begun) == 0
+    assert sorted(path.name for path in latest.parent.iterdir()) == ["step-00000001", "step-00000002", "step-00000007"]
+
+
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch, capsys) -> None:
     assert mlite(monkeypatch, *RUN, "--out", tmp_path / "none", "--resume") == 2
     assert "holds no run" in capsys.readouterr().err and not (tmp_path / "none").exists()

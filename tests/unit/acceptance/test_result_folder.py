@@ -15,6 +15,7 @@ from lite.acceptance.proxy import write_proxy
 from lite.acceptance.result_folder import CHECKPOINTS, LOCK, claimed
 from lite.acceptance.sides import ProveConfig, check_choice
 from lite.errors import InputError
+from lite.runtime.checkpoint import STATE
 from tests.unit.acceptance.test_prove import SMALL, mlite
 
 RUN = ("prove", "--proxy", "llama", *SMALL, "--updates", 0)
@@ -124,10 +125,22 @@ def test_an_unforeseen_error_is_one_line_and_never_exit_1(tmp_path, monkeypatch,
 def test_a_long_runs_checkpoints_are_not_cleared_by_a_forgotten_resume(tmp_path):
     with claimed(tmp_path / "run", go_on=False):
         (tmp_path / "run" / CHECKPOINTS / "step-00000010").mkdir(parents=True)
+        (tmp_path / "run" / CHECKPOINTS / "step-00000010" / STATE).write_text("{}")
     with pytest.raises(InputError, match=r"holds the checkpoints of a run; go on with --resume"), claimed(tmp_path / "run", go_on=False):
         pass
     with claimed(tmp_path / "run", go_on=True):
         assert (tmp_path / "run" / CHECKPOINTS / "step-00000010").is_dir()
+
+
+def test_what_a_kill_left_of_the_first_checkpoint_does_not_block_the_next_run_and_anything_else_there_does(tmp_path):
+    with claimed(tmp_path / "run", go_on=False):
+        (tmp_path / "run" / CHECKPOINTS / "step-00000010.partial").mkdir(parents=True)
+    with claimed(tmp_path / "run", go_on=False):
+        assert not (tmp_path / "run" / CHECKPOINTS).exists()
+        (tmp_path / "run" / CHECKPOINTS / "step-00000007").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"step-00000007 is no checkpoint of a run"), claimed(tmp_path / "run", go_on=False):
+        pass
+    assert (tmp_path / "run" / CHECKPOINTS / "step-00000007").is_dir()
 
 
 @pytest.mark.parametrize("kind", ["", "one-upl"])
