@@ -15,6 +15,7 @@ import torch
 
 from lite.acceptance import proof
 from lite.acceptance.grpo import reward_trend
+from lite.acceptance.plots import draw_plots
 from tests.unit.acceptance.test_prove import mlite
 
 ROOT = Path(__file__).parents[3]
@@ -161,6 +162,28 @@ def test_a_run_whose_latest_checkpoint_is_damaged_goes_on_from_the_one_before(be
     assert receipt["policies"] == whole["policies"] and receipt["updates"] == whole["updates"]
     assert mlite(monkeypatch, "compare", out, begun) == 0
     assert sorted(path.name for path in latest.parent.iterdir()) == ["step-00000001", "step-00000002", "step-00000007"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", [(0,), (0, 1, 2)], ids=["theta0", "all before the checkpoint"])
+def test_rollouts_that_were_deleted_to_save_space_are_named_and_the_rest_is_drawn(begun, tmp_path, monkeypatch, deleted) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    shutil.rmtree(out / "plots")
+    for policy in deleted:
+        (out / "rollout" / f"theta{policy}.safetensors").unlink()
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, "--out", out, "--resume") == 0
+    assert [path.name for path in sorted((out / "plots").iterdir())] == ["logprobs.png", "training.png"]
+    report = (out / "report.md").read_text()
+    assert ("since their rollout or their scores are gone: theta0." if deleted == (0,) else "are gone: theta0, theta1.") in report
+
+
+def test_where_no_rollout_is_left_training_is_drawn_alone(begun, tmp_path) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    receipt = json.loads((out / "receipt.json").read_text())
+    receipt["policies"][0]["score"]["first_mismatch"] = {"uid": "r0-0", "sample": 0, "position": 0}
+    assert draw_plots(out, receipt) == ["plots/logprobs.png", "plots/training.png", "plots/first_mismatch.png"]
+    shutil.rmtree(out / "scores")
+    assert draw_plots(out, receipt) == ["plots/training.png"]
 
 
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch, capsys) -> None:
