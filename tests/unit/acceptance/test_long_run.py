@@ -186,6 +186,18 @@ def test_where_no_rollout_is_left_training_is_drawn_alone(begun, tmp_path) -> No
     assert draw_plots(out, receipt) == ["plots/training.png"]
 
 
+@pytest.mark.parametrize(("name", "left"), [("run.json", 40), ("receipt.json", 40), ("receipt.json", None)])
+def test_a_run_whose_own_files_are_damaged_is_not_to_be_downloaded_again(begun, tmp_path, monkeypatch, capsys, name: str, left) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    text = (out / name).read_text()
+    (out / name).unlink()
+    if left:
+        (out / name).write_text(text[:left])
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, "--out", out, "--resume") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert str(out / name) in line and line.endswith("; start a run in another folder")
+
+
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch, capsys) -> None:
     assert mlite(monkeypatch, *RUN, "--out", tmp_path / "none", "--resume") == 2
     assert "holds no run" in capsys.readouterr().err and not (tmp_path / "none").exists()
