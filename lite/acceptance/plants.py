@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lite.errors import InputError, nearest
-from lite.model.protocol import ModelBundle
 from lite.primitive.ckpt.spec import Skip, Weight, WeightTable
 from lite.primitive.compare import bits
+from lite.primitive.modules.decoder import DecoderConfig
 from lite.runtime.batch import PackedBatch
 from lite.runtime.rollout.engine import Trajectory
 from lite.runtime.rollout.paged_cache import CachedSequences
@@ -107,16 +107,16 @@ def find_plant(kind: str) -> Plant:
     return PLANTS[kind]
 
 
-def check_applies(plant: Plant, bundle: ModelBundle, engine: str, updates: int, samples: int) -> None:
-    """InputError (exit 2) where the plant has no meaning for this run."""
-    if plant.kind in FUSED and not any(_fuses(entry, plant.kind) for entry in bundle.weights):
+def check_applies(plant: Plant, weights: WeightTable, config: DecoderConfig, engine: str, updates: int, samples: int) -> None:
+    """InputError (exit 2) where the plant has no meaning for this run. weights: the family's table."""
+    if plant.kind in FUSED and not any(_fuses(entry, plant.kind) for entry in weights):
         raise InputError("--plant", f"{plant.kind} has no meaning for this family: it fuses no such parameter", "choose another kind")
-    if plant.kind == "position-shift" and bundle.module.cos_sin is None:
+    if plant.kind == "position-shift" and config.rotary is None:
         raise InputError("--plant", "position-shift has no meaning for this family: it has no rotary", "choose another kind")
     if plant.kind == "stale-weights" and updates == 0:
         raise InputError("--plant", "stale-weights needs an update to miss", "set --updates to at least 1")
     if plant.context is not CachedSequences:
-        if not any(isinstance(e, Weight) and e.native.endswith("A_log") for e in bundle.weights):
+        if not any(isinstance(e, Weight) and e.native.endswith("A_log") for e in weights):
             raise InputError("--plant", f"{plant.kind} has no meaning for this family: it scans nothing", "choose another kind")
         if engine != "embedded":
             raise InputError("--plant", f"{plant.kind} is planted in the embedded engine's cache", "leave --engine out")

@@ -7,39 +7,46 @@ import torch
 from safetensors.torch import load_file
 
 from lite.acceptance.bundle import load_bundle
+from lite.acceptance.result_folder import PLOTS, ROLLOUT, SCORES
+
+
+def gone(out: Path, receipt: dict[str, Any]) -> list[str]:
+    """Policies whose rollout or scores are no longer there: of a long run they may have been deleted to save space."""
+    names = [policy["policy"] for policy in receipt["policies"]]
+    return [name for name in names if not all((out / kept / f"{name}.safetensors").exists() for kept in (ROLLOUT, SCORES))]
 
 
 def draw_plots(out: Path, receipt: dict[str, Any]) -> list[str]:
-    """Writes PNGs under out/plots. -> their paths relative to out; none where matplotlib is not installed."""
+    """Writes PNGs under out/plots, of what is there. -> their paths relative to out; none where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         return []
     matplotlib.use("Agg")
-    (out / "plots").mkdir(exist_ok=True)
-    drawn = [_logprobs(out, receipt), _training(out, receipt)]
-    mismatch = _first_mismatch(out, receipt)
-    return [*drawn, mismatch] if mismatch else drawn
+    (out / PLOTS).mkdir(exist_ok=True)
+    missing = gone(out, receipt)
+    there = [policy for policy in receipt["policies"] if policy["policy"] not in missing]
+    drawn = [_logprobs(out, there) if there else None, _training(out, receipt), _first_mismatch(out, receipt, missing)]
+    return [plot for plot in drawn if plot]
 
 
 def _save(figure: Any, out: Path, name: str) -> str:
     import matplotlib.pyplot as plt
 
-    figure.savefig(out / "plots" / name, dpi=110, bbox_inches="tight")
+    figure.savefig(out / PLOTS / name, dpi=110, bbox_inches="tight")
     plt.close(figure)
-    return f"plots/{name}"
+    return f"{PLOTS}/{name}"
 
 
-def _logprobs(out: Path, receipt: dict[str, Any]) -> str:
+def _logprobs(out: Path, every: list[dict[str, Any]]) -> str:
     import matplotlib.pyplot as plt
 
-    every = receipt["policies"]
     policies = every if len(every) <= 6 else [*every[:3], *every[-3:]]
     figure, axes = plt.subplots(1, len(policies), figsize=(4.2 * len(policies), 4.2), squeeze=False)
     for axis, policy in zip(axes[0], policies, strict=True):
         name = policy["policy"]
-        rollout = torch.cat([t.logprobs for t in load_bundle(out / "rollout" / f"{name}.safetensors")[0]])
-        scores = load_file(out / "scores" / f"{name}.safetensors")
+        rollout = torch.cat([t.logprobs for t in load_bundle(out / ROLLOUT / f"{name}.safetensors")[0]])
+        scores = load_file(out / SCORES / f"{name}.safetensors")
         low = float(min(rollout.min(), scores["actor"].min()))
         axis.plot([low, 0], [low, 0], color="0.8", linewidth=1, zorder=0)
         axis.scatter(rollout, scores["score"], s=14, facecolors="none", edgecolors="tab:blue", linewidths=0.6, label="score (no grad)")
@@ -75,7 +82,7 @@ def _training(out: Path, receipt: dict[str, Any]) -> str:
     return _save(figure, out, "training.png")
 
 
-def _first_mismatch(out: Path, receipt: dict[str, Any]) -> str | None:
+def _first_mismatch(out: Path, receipt: dict[str, Any], missing: list[str]) -> str | None:
     """The failing response, token by token: how far the trainer is from the rollout."""
     import matplotlib.pyplot as plt
 
@@ -84,8 +91,10 @@ def _first_mismatch(out: Path, receipt: dict[str, Any]) -> str | None:
             where = policy[path]["first_mismatch"]
             if where is None:
                 continue
-            trajectories = load_bundle(out / "rollout" / f"{policy['policy']}.safetensors")[0]
-            trainer = load_file(out / "scores" / f"{policy['policy']}.safetensors")[path]
+            if policy["policy"] in missing:
+                return None
+            trajectories = load_bundle(out / ROLLOUT / f"{policy['policy']}.safetensors")[0]
+            trainer = load_file(out / SCORES / f"{policy['policy']}.safetensors")[path]
             lengths = [len(t.response_ids) for t in trajectories]
             index = next(i for i, t in enumerate(trajectories) if (t.uid, t.sample) == (where["uid"], where["sample"]))
             difference = (trainer.split(lengths)[index] - trajectories[index].logprobs).tolist()

@@ -20,7 +20,7 @@ def prove(config: ProveConfig, command: Sequence[str], progress: Progress) -> di
     can be refused before raises InputError and writes nothing.
     """
     plant = find_plant(config.plant) if config.plant else None
-    check_choice(config)
+    check_choice(config, plant)
     go_on = config.resume and can_go_on(config)
     with claimed(config.out, go_on):
         return _prove(config, plant, command, progress, go_on)

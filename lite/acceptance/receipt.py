@@ -100,9 +100,11 @@ PACKAGES = {  # beside torch: what brings kernels, or changes which ones vLLM ch
 
 
 def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
-    """packages: those of PACKAGES that are installed. variables: what vLLM and cuBLAS are told by the process's environment."""
+    """packages: those of PACKAGES that are installed, each in the version that an import would take. variables: what vLLM and cuBLAS are
+    told by the process's environment."""
     from importlib.metadata import distributions, version
 
+    installed = {d.name.lower().replace("_", "-") for d in distributions()}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -111,7 +113,7 @@ def environment(device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
         "safetensors": version("safetensors"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
-        "packages": {d.name: d.version for d in distributions() if d.name.lower().replace("_", "-") in PACKAGES},
+        "packages": {name: version(name) for name in sorted(PACKAGES & installed)},  # the first on sys.path, where there are two
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_", "MLITE_EXACT", "CUBLAS"))},
         "config": config,
     }

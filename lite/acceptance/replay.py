@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lite.acceptance.bundle import load_bundle
+from lite.acceptance.first_layers import first_layers
 from lite.acceptance.receipt import SCHEMA, closure, environment, git_state
 from lite.acceptance.scoring import TOKEN_BUDGET, PackedRollout, compare_path, pack_rollout
 from lite.errors import InputError
@@ -78,7 +79,7 @@ def replay(c: ReplayConfig) -> dict[str, Any]:
 def _trainer(c: ReplayConfig) -> tuple[Runtime, Handle]:
     # moments have a place in a checkpoint, so a trainer that is to read one has an optimizer
     optimizer = OptimizerConfig() if c.checkpoint else None
-    override = {"num_hidden_layers": c.layers} if c.layers else {}
+    override = first_layers(c.model, c.layers)
     backend = MegatronLiteConfig(dtype=c.dtype, optimizer=optimizer, override=override)  # type: ignore[arg-type]
     runtime = Runtime(RuntimeConfig(hf_path=str(c.model), backend_cfg=backend))
     handle = runtime.build_model(_ops(c.kernels))

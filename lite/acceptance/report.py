@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from lite.acceptance.plots import gone
+
 
 def write_report(out: Path, receipt: dict[str, Any], plots: list[str]) -> None:
-    (out / "report.md").write_text("\n".join(_lines(receipt, plots)) + "\n")
+    lines = _lines(receipt, plots)
+    if names := gone(out, receipt):
+        lines += ["", f"In no plot, since their rollout or their scores are gone: {', '.join(names)}."]
+    (out / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def _lines(r: dict[str, Any], plots: list[str]) -> list[str]:

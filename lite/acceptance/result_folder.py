@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lite.errors import InputError
+from lite.runtime import checkpoint
 
 RUN, RECEIPT, ROLLOUT, SCORES, PLOTS, LOCK = "run.json", "receipt.json", "rollout", "scores", "plots", ".lock"
 CHECKPOINTS, FAILING = "checkpoints", "failing"
@@ -24,8 +25,11 @@ def claimed(out: Path, go_on: bool) -> Iterator[None]:
     if foreign or (entries and LOCK not in {e.name for e in entries}):
         what = foreign[0] if foreign else entries[0].name
         raise InputError("--out", f"{out} holds {what!r} and is no folder of an earlier run", "name another folder")
-    if not go_on and any((out / CHECKPOINTS).glob("step-*")):
+    if not go_on and checkpoint.latest(out / CHECKPOINTS):
         raise InputError("--out", f"{out} holds the checkpoints of a run", "go on with --resume, name another folder, or delete it")
+    others = [path for path in (out / CHECKPOINTS).glob("*") if not path.name.endswith(checkpoint.PARTIAL)]
+    if not go_on and others:
+        raise InputError("--out", f"{others[0]} is no checkpoint of a run and would be cleared", "move it away or delete it")
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")

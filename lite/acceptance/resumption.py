@@ -20,11 +20,11 @@ def can_go_on(c: ProveConfig) -> bool:
     """Whether there is a checkpoint to go on from; where there is none yet the run starts again. InputError where it may not be resumed."""
     if not (c.out / RUN).is_file():
         raise InputError("--resume", f"{c.out} holds no run", "leave --resume out to start one")
-    held, asked = read_json(c.out / RUN), same_run(c)
+    held, asked = _own(c.out / RUN), same_run(c)
     for flag in asked:
         if held.get(flag) != asked[flag]:
             raise InputError("--resume", f"the run had {flag} = {held.get(flag)}, not {asked[flag]}", "give the same flags")
-    receipt = read_json(c.out / RECEIPT)
+    receipt = _own(c.out / RECEIPT)
     if receipt.get("status") == "fail" or (c.out / FAILING).exists():
         reason = receipt.get("reason")
         raise InputError("--resume", f"{c.out} failed, and going on would hide it ({reason})", "start a run in another folder")
@@ -36,12 +36,21 @@ def can_go_on(c: ProveConfig) -> bool:
     held = checkpoint.read_facts(last)
     version, facts = held.get("version"), held.get("facts")
     if not isinstance(version, int) or not isinstance(facts, dict) or "closure" not in facts:
-        raise InputError(last, "is no checkpoint of a proof", "delete it to go on from the one before, or start another run")
+        raise InputError(last, "is no checkpoint of a proof", checkpoint.way_back(last))
     if version > c.updates:
         raise InputError("--resume", f"{last} lies past --updates {c.updates}", f"give at least {version}")
     if changed := changed_sources(facts["closure"], ROOT):
         raise InputError("--resume", f"{changed[0]} has changed since {last.name}", "go back to those sources, or start another run")
     return True
+
+
+def _own(path: Path) -> dict[str, Any]:
+    """A file that the run wrote, whole each time. What is left of a damaged one cannot say whether going on would hide a failure."""
+    try:
+        return read_json(path)
+    except InputError as error:
+        _, what, _ = error.args
+        raise InputError(path, what, "start a run in another folder") from None
 
 
 def save(s: Sides, out: Path, weights_sha256: str, found: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lite.acceptance.first_layers import first_layers
 from lite.acceptance.plants import Plant, check_applies
 from lite.acceptance.proxy import write_proxy
 from lite.acceptance.tasks import PromptFileTask, Task, TokenSetTask
@@ -87,7 +88,7 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
     backend = MegatronLiteConfig(
         dtype=c.dtype,  # type: ignore[arg-type]
         optimizer=OptimizerConfig(lr=c.lr),
-        override={"num_hidden_layers": c.layers} if c.layers and c.model else {},
+        override=first_layers(c.model, c.layers) if c.model else {},
     )
     if c.proxy is not None and not (c.resume and folder.exists()):
         write_proxy(c.proxy, folder, geometry=c.geometry, layers=c.layers, dtype=backend.torch_dtype, seed=c.seed)
@@ -101,8 +102,6 @@ def build_sides(c: ProveConfig, plant: Plant | None) -> Sides:
         task = TokenSetTask(runtime.hf_config["vocab_size"], c.groups, c.prompt_tokens, c.seed)
 
     engine_bundle = Runtime(runtime_config).bundle()
-    if plant:
-        check_applies(plant, engine_bundle, c.engine, c.updates, c.groups * c.samples)
     if c.engine == "vllm":
         # first: batch-invariant mode must be on before the trainer's first product
         vllm_engine = _vllm_engine(c, engine_bundle, folder, task)
@@ -136,7 +135,6 @@ def _vllm_engine(c: ProveConfig, bundle: ModelBundle, folder: Path, task: Task) 
     """As above: odd steps that cut long prompts, up to 512 requests at once, and too little cache for all of them: three quarters of
     what they need, or half of what is being read in while one of them decodes; of a hybrid, whose pages hold thousands of tokens, what a
     quarter of them need."""
-    require_verified_version()
     sequences = min(c.groups * c.samples, 512)
     longest = task.longest_prompt + c.response_tokens
     step_tokens = max(2049, sequences)
@@ -166,7 +164,7 @@ def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
     return ids
 
 
-def check_choice(c: ProveConfig) -> None:
+def check_choice(c: ProveConfig, plant: Plant | None) -> None:
     """Whatever can be refused before anything is written or cleared."""
     if (c.model is None) == (c.proxy is None):
         raise InputError("prove", "needs one of --model and --proxy", "name a checkpoint folder or a family")
@@ -192,14 +190,23 @@ def check_choice(c: ProveConfig) -> None:
     OptimizerConfig(lr=c.lr)
     Sampling(temperature=c.temperature)
     if c.proxy is not None:
-        family(c.proxy)
+        protocol = family(c.proxy)
+        hf_config = protocol.proxy_config(c.geometry, c.layers)
     else:
         assert c.model is not None
-        override = {"num_hidden_layers": c.layers} if c.layers else {}
-        runtime = Runtime(RuntimeConfig(hf_path=c.model, backend_cfg=MegatronLiteConfig(override=override)))
-        runtime.protocol.build_model_config(runtime.hf_config)
-        eos_token_ids(c.model, runtime.hf_config)
+        runtime = Runtime(RuntimeConfig(hf_path=c.model, backend_cfg=MegatronLiteConfig(override=first_layers(c.model, c.layers))))
+        protocol, hf_config = runtime.protocol, runtime.hf_config
+        eos_token_ids(c.model, hf_config)
+    config = protocol.build_model_config(hf_config)
+    if plant:
+        check_applies(plant, protocol.WEIGHTS, config, c.engine, c.updates, c.groups * c.samples)
+    flag, longest = "--prompt-tokens", high
     if c.prompts is not None:
         if c.model is None:
             raise InputError("--prompts", "needs a checkpoint with a tokenizer", "give --model, not --proxy")
-        PromptFileTask(c.prompts, c.model, c.groups, ())
+        flag, longest = "--prompts", PromptFileTask(c.prompts, c.model, c.groups, ()).longest_prompt
+    if longest + c.response_tokens > config.max_positions:
+        both = f"prompts of up to {longest} tokens and --response-tokens {c.response_tokens}"
+        raise InputError(flag, f"{both}, the model allows {config.max_positions} together", "shorten one of them")
+    if c.engine == "vllm":
+        require_verified_version()

@@ -34,6 +34,8 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
     final = root / f"{STEP}{step:08d}"
     if (last := latest(root)) is not None and last.name >= final.name:
         raise InputError(root, f"holds {last.name} already", f"go on from it, or save step {step} elsewhere")
+    if final.exists():
+        raise InputError(final, "is in the way and no checkpoint", "move it away or delete it")
     scratch = root / f"{final.name}{PARTIAL}"
     barrier()
     if first_rank():
@@ -57,12 +59,19 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[st
 
 
 def whole(root: Path) -> list[Path]:
-    """The checkpoints in root, oldest first; what a kill left half-written has another name."""
-    return sorted(path for path in root.glob(f"{STEP}{8 * '[0-9]'}") if path.is_dir())
+    """The checkpoints in root, oldest first. What a kill left half-written has another name; what holds no STATE, which is written last,
+    is somebody else's."""
+    return sorted(path for path in root.glob(f"{STEP}{8 * '[0-9]'}") if (path / STATE).is_file())
 
 
 def latest(root: Path) -> Path | None:
     return next(reversed(whole(root)), None)
+
+
+def way_back(folder: Path) -> str:
+    """What to do about a damaged checkpoint: readers take the latest that is there."""
+    before = [path.name for path in whole(folder.parent) if path.name < folder.name]
+    return f"move it away or delete it to go on from {before[-1]}" if before else "no earlier one is there to go on from: start again"
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -70,7 +79,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise InputError(folder, f"is no checkpoint of a trainer ({error})", f"give a folder that holds {STEP}N/{STATE}") from None
+        raise InputError(folder, f"is no checkpoint of a trainer ({error})", way_back(folder)) from None
     return dict(facts)
 
 
@@ -90,7 +99,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     except InputError:
         raise
     except Exception as error:  # safetensors and DCP raise types of their own for a file that is cut off or changed
-        raise InputError(folder, f"cannot be read ({type(error).__name__}: {error})", "resume from an earlier checkpoint") from None
+        raise InputError(folder, f"cannot be read ({type(error).__name__}: {error})", way_back(folder)) from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -47,7 +47,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _check_values(self)
         if not 0 < self.lr < 1e6:
-            raise InputError("OptimizerConfig.lr", f"{self.lr} is no learning rate", "choose one above 0; without optimizer to score only")
+            fix = "choose one above 0 and below 1e6 (or no optimizer, to score only)"
+            raise InputError("OptimizerConfig.lr", f"{self.lr} is no learning rate", fix)
 
 
 @dataclass(frozen=True)

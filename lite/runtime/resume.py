@@ -39,14 +39,14 @@ def load(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path
     assert handle.schedule is not None
     held = checkpoint.read_facts(folder)
     if missing := [name for name in FACTS if name not in held]:
-        raise InputError(folder, f"is no checkpoint of a trainer: its {checkpoint.STATE} lacks {missing[0]!r}", "resume from another one")
+        raise InputError(folder, f"is no checkpoint of a trainer: its {checkpoint.STATE} lacks {missing[0]!r}", checkpoint.way_back(folder))
     for key in {*held["config"], *hf_config}:
         if held["config"].get(key) != hf_config.get(key):
             was, now = held["config"].get(key), hf_config.get(key)
             raise InputError(folder, f"was written by a model with {key} = {was!r}, this one has {now!r}", "resume with the same model")
     handle.weights.version = None
     if bool(held["version"]) != bool(held["steps"]):
-        raise InputError(folder, f"is of version {held['version']} with no steps of the optimizer", "resume from an earlier checkpoint")
+        raise InputError(folder, f"is of version {held['version']} with no steps of the optimizer", checkpoint.way_back(folder))
     optimizer.set_steps(held["steps"])
     # under another number of ranks no stream has its old place; then each keeps the one it has
     random = checkpoint.random_state() if held["ranks"] == checkpoint.ranks() else {}
@@ -59,7 +59,7 @@ def load(handle: Handle, optimizer: MasterAdamW, hf_config: dict[str, Any], path
     handle.weights.deploy(optimizer.masters, held["version"])
     if handle.weights.fingerprint() != held["fingerprint"]:
         handle.weights.version = None
-        raise InputError(folder, "the weights are not those that were saved", "resume from an earlier checkpoint")
+        raise InputError(folder, "the weights are not those that were saved", checkpoint.way_back(folder))
     return dict(held["facts"])
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from lite.errors import InputError
 from lite.model.protocol import ModelBundle, ModelProtocol
 from lite.model.registry import family, family_of
-from lite.primitive.ckpt.hf_config import load_hf_config
+from lite.primitive.ckpt.hf_config import layer_count, load_hf_config
 from lite.primitive.ckpt.safetensors_files import read_tensors, write_checkpoint
 from lite.primitive.ckpt.spec import Skip
 from lite.primitive.kernels.probe import probe_kernels
@@ -35,9 +35,8 @@ class Runtime:
     def __init__(self, config: RuntimeConfig):
         self.config = config
         self.folder = Path(config.hf_path)
-        self.hf_config = load_hf_config(self.folder)
-        self.layers_on_disk = self.hf_config.get("num_hidden_layers")
-        self.hf_config |= config.backend_cfg.override
+        self.config_on_disk = load_hf_config(self.folder)
+        self.hf_config = {**self.config_on_disk, **config.backend_cfg.override}
         name = config.backend_cfg.model_name
         self.family = family_of(self.hf_config.get("model_type")) if name == "auto" else name
         self.protocol: ModelProtocol = family(self.family)
@@ -54,7 +53,7 @@ class Runtime:
             bundle = self.protocol.build_model(
                 model_cfg, impl_cfg=impl_cfg, parallel=cfg.parallel, kernels=ops or reference_ops(), dtype=cfg.torch_dtype
             )
-        left_out = range(bundle.layers, self.layers_on_disk or 0)
+        left_out = range(bundle.layers, layer_count(self.config_on_disk))
         bundle.weights += tuple(Skip(f"*.layers.{i}.*", "a layer beyond the overridden number") for i in left_out)
         return bundle
 

@@ -37,10 +37,10 @@ class DeployedWeights:
         """Every checkpoint tensor, complete or an InputError. masters get the value before it is rounded to the model dtype."""
         self.version = None
 
-        def write(part: Part, tensor: Tensor) -> None:
-            part.of(self.parameters[part.native]).copy_(tensor)
+        def write(part: Part, tensor: Tensor) -> Tensor:
             if masters is not None and part.native in masters:
                 part.of(masters[part.native]).copy_(tensor)
+            return part.of(self.parameters[part.native]).copy_(tensor)
 
         return self._load(self.parameters, tensors, version, where, write)
 
@@ -50,7 +50,7 @@ class DeployedWeights:
         tensors: Iterable[tuple[str, Tensor]],
         version: int,
         where: object,
-        write: Callable[[Part, Tensor], None],
+        write: Callable[[Part, Tensor], Tensor],
     ) -> LoadReport:
         b = self.bundle
         report = load_weights(b.weights, b.config, b.layers, shapes, tensors, write, where)

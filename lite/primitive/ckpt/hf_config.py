@@ -29,6 +29,8 @@ KINDS = {
     "hybrid_override_pattern": "string",
 }  # fmt: skip
 
+PER_LAYER = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # an entry a layer
+
 
 def _is(value: Any, kind: str) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -76,3 +78,8 @@ def read_fields(
     if missing:
         raise InputError("config.json", f"lacks {missing[0]!r}", "add it")
     return {key: hf[key] if hf.get(key) is not None else default for key, default in honoured.items()}
+
+
+def layer_count(hf: Mapping[str, Any]) -> int:
+    """As its number or, where there is none (transformers 5 writes Nemotron-H so), by what it lists; 0 where it says nothing."""
+    return hf.get("num_hidden_layers") or max((len(hf[key]) for key in PER_LAYER if hf.get(key)), default=0)

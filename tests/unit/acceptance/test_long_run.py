@@ -15,6 +15,7 @@ import torch
 
 from lite.acceptance import proof
 from lite.acceptance.grpo import reward_trend
+from lite.acceptance.plots import draw_plots
 from tests.unit.acceptance.test_prove import mlite
 
 ROOT = Path(__file__).parents[3]
@@ -142,6 +143,59 @@ def test_rollouts_past_the_checkpoint_are_cleared(begun, tmp_path, monkeypatch) 
     assert mlite(monkeypatch, *RUN, "--updates", 2, "--save-every", 1, "--out", out, "--resume") == 0
     assert sorted(path.stem for path in (out / "rollout").iterdir()) == ["theta0", "theta1", "theta2"]
     assert policies(out) == policies(begun)
+
+
+@pytest.mark.slow
+def test_a_run_whose_latest_checkpoint_is_damaged_goes_on_from_the_one_before(begun, tmp_path, monkeypatch, capsys) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    (out / "checkpoints" / "step-00000007").mkdir()  # somebody's: it holds no state
+    latest = out / "checkpoints" / "step-00000002"
+    shard = next(latest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    go_on = (*RUN, "--updates", 2, "--save-every", 1, "--out", out, "--resume")
+    assert mlite(monkeypatch, *go_on) == 2
+    assert "move it away or delete it to go on from step-00000001" in capsys.readouterr().err
+    shutil.rmtree(latest)
+    assert mlite(monkeypatch, *go_on) == 0
+    assert "resumed at theta1" in capsys.readouterr().err
+    receipt, whole = json.loads((out / "receipt.json").read_text()), json.loads((begun / "receipt.json").read_text())
+    assert receipt["policies"] == whole["policies"] and receipt["updates"] == whole["updates"]
+    assert mlite(monkeypatch, "compare", out, begun) == 0
+    assert sorted(path.name for path in latest.parent.iterdir()) == ["step-00000001", "step-00000002", "step-00000007"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", [(0,), (0, 1, 2)], ids=["theta0", "all before the checkpoint"])
+def test_rollouts_that_were_deleted_to_save_space_are_named_and_the_rest_is_drawn(begun, tmp_path, monkeypatch, deleted) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    shutil.rmtree(out / "plots")
+    for policy in deleted:
+        (out / "rollout" / f"theta{policy}.safetensors").unlink()
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, "--out", out, "--resume") == 0
+    assert [path.name for path in sorted((out / "plots").iterdir())] == ["logprobs.png", "training.png"]
+    report = (out / "report.md").read_text()
+    assert ("since their rollout or their scores are gone: theta0." if deleted == (0,) else "are gone: theta0, theta1.") in report
+
+
+def test_where_no_rollout_is_left_training_is_drawn_alone(begun, tmp_path) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    receipt = json.loads((out / "receipt.json").read_text())
+    receipt["policies"][0]["score"]["first_mismatch"] = {"uid": "r0-0", "sample": 0, "position": 0}
+    assert draw_plots(out, receipt) == ["plots/logprobs.png", "plots/training.png", "plots/first_mismatch.png"]
+    shutil.rmtree(out / "scores")
+    assert draw_plots(out, receipt) == ["plots/training.png"]
+
+
+@pytest.mark.parametrize(("name", "left"), [("run.json", 40), ("receipt.json", 40), ("receipt.json", None)])
+def test_a_run_whose_own_files_are_damaged_is_not_to_be_downloaded_again(begun, tmp_path, monkeypatch, capsys, name: str, left) -> None:
+    out = Path(shutil.copytree(begun, tmp_path / "run"))
+    text = (out / name).read_text()
+    (out / name).unlink()
+    if left:
+        (out / name).write_text(text[:left])
+    assert mlite(monkeypatch, *RUN, "--updates", 3, "--save-every", 1, "--out", out, "--resume") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert str(out / name) in line and line.endswith("; start a run in another folder")
 
 
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch, capsys) -> None:

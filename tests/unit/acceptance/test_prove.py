@@ -57,7 +57,8 @@ PLANTED = [
 @pytest.mark.parametrize(("family", "kind"), MEANINGLESS)
 def test_a_plant_without_meaning_for_the_family_proves_nothing(family, kind, tmp_path, monkeypatch, capsys):
     assert mlite(monkeypatch, "prove", "--proxy", family, *SMALL, "--updates", 0, "--plant", kind, "--out", tmp_path / "run") == 2
-    assert f"{kind} has no meaning for this family" in capsys.readouterr().out
+    assert f"{kind} has no meaning for this family" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists(), "refused before the proxy is written"
 
 
 @pytest.mark.slow

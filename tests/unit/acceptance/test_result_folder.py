@@ -4,13 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 
+from lite.acceptance import tasks
 from lite.acceptance.proxy import write_proxy
 from lite.acceptance.result_folder import CHECKPOINTS, LOCK, claimed
+from lite.acceptance.sides import ProveConfig, check_choice
 from lite.errors import InputError
+from lite.runtime.checkpoint import STATE
 from tests.unit.acceptance.test_prove import SMALL, mlite
 
 RUN = ("prove", "--proxy", "llama", *SMALL, "--updates", 0)
@@ -94,8 +99,6 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(where, tmp_path
 
 @pytest.mark.slow
 def test_the_first_layers_of_a_checkpoint_prove_alone(tmp_path, monkeypatch):
-    import torch
-
     write_proxy("qwen3", tmp_path / "model", geometry="tiny", layers=3, dtype=torch.bfloat16, seed=0)
     assert mlite(monkeypatch, "prove", "--model", tmp_path / "model", "--layers", 2, *SMALL, "--updates", 1, "--out", tmp_path / "run") == 0
     subject = json.loads((tmp_path / "run" / "receipt.json").read_text())["subject"]
@@ -122,13 +125,55 @@ def test_an_unforeseen_error_is_one_line_and_never_exit_1(tmp_path, monkeypatch,
 def test_a_long_runs_checkpoints_are_not_cleared_by_a_forgotten_resume(tmp_path):
     with claimed(tmp_path / "run", go_on=False):
         (tmp_path / "run" / CHECKPOINTS / "step-00000010").mkdir(parents=True)
+        (tmp_path / "run" / CHECKPOINTS / "step-00000010" / STATE).write_text("{}")
     with pytest.raises(InputError, match=r"holds the checkpoints of a run; go on with --resume"), claimed(tmp_path / "run", go_on=False):
         pass
     with claimed(tmp_path / "run", go_on=True):
         assert (tmp_path / "run" / CHECKPOINTS / "step-00000010").is_dir()
 
 
+def test_what_a_kill_left_of_the_first_checkpoint_does_not_block_the_next_run_and_anything_else_there_does(tmp_path):
+    with claimed(tmp_path / "run", go_on=False):
+        (tmp_path / "run" / CHECKPOINTS / "step-00000010.partial").mkdir(parents=True)
+    with claimed(tmp_path / "run", go_on=False):
+        assert not (tmp_path / "run" / CHECKPOINTS).exists()
+        (tmp_path / "run" / CHECKPOINTS / "step-00000007").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"step-00000007 is no checkpoint of a run"), claimed(tmp_path / "run", go_on=False):
+        pass
+    assert (tmp_path / "run" / CHECKPOINTS / "step-00000007").is_dir()
+
+
 @pytest.mark.parametrize("kind", ["", "one-upl"])
 def test_a_plant_that_is_none_is_refused_before_anything_is_written(kind, tmp_path, monkeypatch, capsys):
     assert mlite(monkeypatch, *RUN, "--plant", kind, "--out", tmp_path / "run") == 2
     assert f"--plant: {kind!r} is not known" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    """The proxy alone may be gigabytes."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert mlite(monkeypatch, *RUN, "--engine", "vllm", "--out", tmp_path / "run") == 2
+    assert "vllm: is not installed" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_sequences_beyond_the_context_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    assert mlite(monkeypatch, *RUN, "--prompt-tokens", "1:1013", "--out", tmp_path / "run") == 2
+    said = "--prompt-tokens: prompts of up to 1013 tokens and --response-tokens 12, the model allows 1024 together; shorten one of them"
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+    check_choice(ProveConfig(out=tmp_path / "run", proxy="llama", prompt_tokens=(1, 1012), response_tokens=12), None)
+
+
+def test_a_prompt_files_longest_is_what_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "_tokenizer", lambda checkpoint: None)
+    monkeypatch.setattr(tasks, "_dataset", lambda path, name: None)
+    asked = {"reasoning_gym": {"dataset": "d", "entry": {"answer": "1"}}}
+    lines = [json.dumps(asked | {"uid": str(n), "prompt_ids": [1] * n}) for n in (3, 1001)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    write_proxy("qwen3", tmp_path / "model", geometry="tiny", layers=1, dtype=torch.bfloat16, seed=0)
+    flags = ("--model", tmp_path / "model", "--prompts", tmp_path / "prompts.jsonl", "--groups", 1)
+    assert mlite(monkeypatch, "prove", *flags, "--out", tmp_path / "run") == 2
+    assert "--prompts: prompts of up to 1001 tokens" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -165,6 +165,12 @@ def test_tensors_that_are_not_the_models(single: Path, change: Callable[[dict[st
     refused(single, *said)
 
 
+def test_a_number_that_the_models_dtype_cannot_hold_is_no_weight(single: Path) -> None:
+    """Finite in fp32, it would be Inf in the bf16 that is deployed."""
+    edit_tensors(single, lambda tensors: tensors.update({NORM: torch.full((48,), 3.4e38)}))
+    refused(single, NORM, "NaN or Inf in 48 places as bfloat16")
+
+
 def test_a_model_whose_load_failed_does_not_run(single: Path) -> None:
     runtime = Runtime(RuntimeConfig(str(single), backend_cfg=MegatronLiteConfig(device="cpu")))
     handle = runtime.build_model()

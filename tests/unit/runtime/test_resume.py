@@ -175,8 +175,6 @@ def damage(folder: Path, how: str) -> None:
         shard.write_bytes(b"")
     elif how == "no tensors":
         shard.unlink()
-    elif how == "no state":
-        (folder / checkpoint.STATE).unlink()
     elif how == "half a state":
         (folder / checkpoint.STATE).write_text((folder / checkpoint.STATE).read_text()[:30])
     elif how == "another model":
@@ -188,7 +186,7 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("cut off", "cannot be read"), ("empty", "cannot be read"), ("no tensors", "lacks"), ("no state", "is no checkpoint"),
+        ("cut off", "cannot be read"), ("empty", "cannot be read"), ("no tensors", "lacks"),
         ("half a state", "is no checkpoint"), ("another model", "num_hidden_layers = 3, this one has 2"),
     ],
 )  # fmt: skip
@@ -198,6 +196,44 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_in_one_line(folder, saved, h
     with pytest.raises(InputError, match=message) as error:
         runtime.load_checkpoint(handle, saved[0])
     assert "step-00000002" in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["cut off", "half a state"])
+def test_a_damaged_checkpoint_says_how_to_take_the_one_before(folder, saved, how: str) -> None:
+    root, then, later = saved
+    runtime, handle = trainer(folder)
+    runtime.load_checkpoint(handle, root)
+    step(runtime, handle)
+    runtime.save_checkpoint(handle, root)
+    damage(root / "step-00000003", how)
+    with pytest.raises(InputError, match=r"step-00000003: .*; move it away or delete it to go on from step-00000002"):
+        runtime.load_checkpoint(handle, root)
+    (root / "step-00000003").rename(root / "step-00000003.damaged")
+    runtime.load_checkpoint(handle, root)
+    assert differing(state(runtime, handle), then) == []
+    step(runtime, handle)
+    assert differing(state(runtime, handle), later) == []
+    runtime.save_checkpoint(handle, root)
+    damage(root / "step-00000002", how)
+    with pytest.raises(InputError, match="no earlier one is there to go on from"):
+        runtime.load_checkpoint(handle, root / "step-00000002")
+
+
+def test_a_folder_without_a_state_is_no_checkpoint_of_ours(folder, saved) -> None:
+    """The state is written last, before the folder gets its name."""
+    root, then, _ = saved
+    for number in (3, 7):
+        (root / f"step-0000000{number}").mkdir()
+        (root / f"step-0000000{number}" / "mine.safetensors").write_bytes(b"somebody's")
+    runtime, handle = trainer(folder)
+    runtime.load_checkpoint(handle, root)
+    assert differing(state(runtime, handle), then) == []
+    step(runtime, handle)
+    with pytest.raises(InputError, match="step-00000003: is in the way and no checkpoint"):
+        runtime.save_checkpoint(handle, root)
+    step(runtime, handle)
+    assert runtime.save_checkpoint(handle, root, keep=1).name == "step-00000004"
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000003", "step-00000004", "step-00000007"]
 
 
 def test_a_failed_resume_leaves_nothing_that_runs(folder, saved) -> None:

@@ -86,6 +86,12 @@ def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object) -> None:
     refused({"backend_cfg": {"optimizer": {key: value}}}, f"OptimizerConfig.{key}", str(value))
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e30])
+def test_a_learning_rate_out_of_range_is_told_both_ends(lr: float) -> None:
+    with pytest.raises(InputError, match=r"OptimizerConfig\.lr: .* is no learning rate; choose one above 0 and below 1e6"):
+        OptimizerConfig(lr=lr)
+
+
 def test_dataclasses_are_checked_like_keys() -> None:
     with pytest.raises(InputError, match=r"MegatronLiteConfig\.dtype"):
         MegatronLiteConfig(dtype="fp16")  # type: ignore[arg-type]
