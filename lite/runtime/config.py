@@ -60,7 +60,7 @@ class FsdpConfig:
     recompute              a layer keeps its inputs only and runs again in backward
     param_offload          shards of masters, gradients and moments rest on the CPU and visit the GPU; needs sharding, and a CPU backend in
                            the process group (cpu:gloo,cuda:nccl)
-    optimizer_offload      moments (unsharded: masters too) rest on the CPU between steps
+    optimizer_offload      moments (unsharded: masters too) rest on the CPU, and visit the GPU tensor by tensor
     """
 
     shard: Literal["auto", "always"] = "auto"

@@ -178,13 +178,11 @@ class Runtime:
 
     def optimizer_step(self, handle: Handle) -> tuple[bool, float, int]:
         """Steps the masters and deploys them as the next policy version. -> (done, gradient norm, zero elements in the gradient)."""
-        optimizer, offload = self._optimizer(handle), self.config.backend_cfg.fsdp.optimizer_offload
-        if offload:
-            optimizer.to(handle.device)
+        optimizer = self._optimizer(handle)
         done, norm, zeros = optimizer.step(handle.device)
         if done:
             handle.weights.deploy(optimizer.masters, handle.weights.require() + 1)
-        if offload:
+        if self.config.backend_cfg.fsdp.optimizer_offload:  # moments come into being with the first step
             optimizer.to(torch.device("cpu"))
         return done, norm, zeros
 

@@ -63,7 +63,8 @@ class DeployedWeights:
         self.version = None
         self.bytes_changed = 0
         for name, master in masters.items():
-            parameter, image = self.parameters[name], master.to(self.parameters[name])
+            parameter = self.parameters[name]
+            image = master.to(parameter.device).to(parameter.dtype)  # rounded there, wherever the master rests
             self.bytes_changed += differing_bytes(parameter, image)
             parameter.copy_(image)
         self.version = version

@@ -44,7 +44,8 @@ class MasterAdamW:
         matrices = [m for m in self.masters.values() if m.ndim > 1]
         vectors = [m for m in self.masters.values() if m.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+        on_gpu = all(m.is_cuda for m in self.masters.values())  # one kernel there, without the foreach form's copies of the moments
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=on_gpu)
 
     def step(self, device: torch.device) -> tuple[bool, float, int]:
         """One update of the masters from the parameters' gradients. -> (done, gradient norm before clipping, zero elements).
@@ -52,17 +53,18 @@ class MasterAdamW:
         device: where it is computed. What rests elsewhere visits it tensor by tensor, so that where a run keeps its state changes no bit.
         A norm that is not finite leaves masters and moments as they were: done is False.
         """
-        for name, p in self.parameters.items():
-            self.masters[name].grad = p.grad
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not grads:
             raise InputError("optimizer", "no parameter has a gradient", "run forward_backward with a loss first")
-        norm, zeros = _norm_and_zeros(grads, device)
+        norm, zeros = _norm_and_zeros(list(grads.values()), device)
         if not math.isfinite(norm):
             return False, norm, zeros
         if self.clip_grad > 0:
-            nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.clip_grad, torch.tensor(norm, device=grads[0].device))
-        if grads[0].device.type == device.type:
+            first = next(iter(grads.values()))
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.clip_grad, torch.tensor(norm, device=first.device))
+        if all(tensor.device.type == device.type for tensor in self.tensors().values()):
+            for name, grad in grads.items():
+                self.masters[name].grad = grad
             self.adamw.step()
         else:
             self._step_on(device)
@@ -71,18 +73,20 @@ class MasterAdamW:
     @torch.no_grad()
     def _step_on(self, device: torch.device) -> None:
         """As `adamw.step` does for tensors of that device, one after the other."""
+        grads = {self.masters[name]: p.grad for name, p in self.parameters.items() if p.grad is not None}
         for group in self.adamw.param_groups:
             beta1, beta2 = group["betas"]
-            for master in (m for m in group["params"] if m.grad is not None):
+            for master in (m for m in group["params"] if m in grads):
                 state = self.adamw.state[master] or self._begin(master, 0)
-                held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], master.grad)]
-                m, exp_avg, exp_avg_sq, grad = visiting = [t.to(device, non_blocking=True) for t in held]
+                held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], state["step"], grads[master])]
+                m, exp_avg, exp_avg_sq, step, grad = visiting = [t.to(device, non_blocking=True) for t in held]
                 adamw(
-                    [m], [grad], [exp_avg], [exp_avg_sq], [], [state["step"]], amsgrad=False, beta1=beta1, beta2=beta2,
+                    [m], [grad], [exp_avg], [exp_avg_sq], [], [step], fused=device.type == "cuda", amsgrad=False, beta1=beta1, beta2=beta2,
                     lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 )  # fmt: skip
-                for there, here in zip(held[:3], visiting[:3], strict=True):
-                    there.copy_(here, non_blocking=True)
+                for there, here in zip(held[:4], visiting[:4], strict=True):
+                    if there is not here:
+                        there.copy_(here, non_blocking=True)
         arrived(torch.device("cpu"))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -103,7 +107,7 @@ class MasterAdamW:
             self._begin(self.masters[name], count)
 
     def _begin(self, master: Tensor, step: int) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(float(step)), **{key: _zeros_beside(master) for key in MOMENTS}}
+        state = {"step": torch.tensor(float(step), device=master.device), **{key: _zeros_beside(master) for key in MOMENTS}}
         self.adamw.state[master] = state
         return state
 
@@ -113,7 +117,7 @@ class MasterAdamW:
             if master.device != device and not isinstance(master, DTensor):  # a shard moves with its module
                 torch.utils.swap_tensors(master, master.to(device, non_blocking=True))
             state = self.adamw.state.get(master, {})
-            state.update({key: value.to(device, non_blocking=True) for key, value in state.items() if key != "step"})
+            state.update({key: value.to(device, non_blocking=True) for key, value in state.items()})
         arrived(device)
 
     def zero_grad(self) -> None:
