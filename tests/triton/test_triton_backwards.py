@@ -1,5 +1,7 @@
 """The fused VJPs, interpreted in fp32, against torch.py's formulas at shapes that fit no tile."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lite.primitive.compare import bits
 from lite.primitive.kernels.vjp import torch as formulas
 from lite.primitive.kernels.vjp import triton as fused
 from tests.gradients import relative_l2
+from tests.triton.hopper import errors_of
 
 LIMIT = 1e-5  # fp32 on both sides, sums of at most a thousand terms
 NEEDS = frozenset({"x", "weight", "hidden", "gate_up"})
@@ -66,3 +69,26 @@ def test_the_heads_gradient_follows_the_formula_chunk_by_chunk(which: str) -> No
     assert close(dz @ weight, want["hidden"]) and close(dz.t() @ hidden, want["weight"])
     shifted = fused.logits_(hidden @ weight.t(), labels + 1, temperature, log_z, entropy, d["logprob"], d["entropy"], 0)
     assert close(shifted @ weight, want["hidden"]) is (which == "entropy"), "another label must be noticed"
+
+
+COMPILED = """
+from lite.primitive.kernels.vjp import triton as fused
+k, TILE = fused._kernels(), fused.TILE
+
+def norm(block, rows):
+    pointers = dict.fromkeys(("x", "weight", "dy", "d_total", "dx"), "bf16") | {"d_weight": "fp32"}
+    scalars = {"rows": "i32", "H": "i32", "eps": "fp32"}
+    compiled(k.rms_norm, pointers, scalars, {"ADD": True, "R": rows, "BLOCK": block}, 8)
+"""
+OURS = """
+norm(4096, 1), norm(128, 32)
+compiled(k.swiglu, dict.fromkeys(("gate_up", "dy", "d_gate_up"), "bf16"), {"F": "i32"}, {"BLOCK": TILE}, 8)
+pointers = dict.fromkeys(("temperature", "log_z", "entropy", "d_logprob", "d_entropy"), "fp32") | {"z": "bf16", "labels": "i64"}
+for entropy in (True, False):
+    compiled(k.logits, pointers, {"start": "i32", "C": "i32"}, {"LOGPROB": True, "ENTROPY": entropy, "BLOCK": TILE}, 8)
+"""
+
+
+def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
+    assert errors_of(COMPILED + OURS, tmp_path) == ""
+    assert "power of 2" in errors_of(COMPILED + "norm(4096, 3)", tmp_path), "a tile cannot have three rows"

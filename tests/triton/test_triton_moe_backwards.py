@@ -1,5 +1,6 @@
 """The fused VJPs of routed experts and relu2, interpreted, against torch_moe.py's and torch.py's formulas at shapes that fit no tile."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lite.primitive.kernels.vjp import torch as formulas
 from lite.primitive.kernels.vjp import torch_moe
 from lite.primitive.kernels.vjp import triton_moe as fused
 from tests.gradients import assert_gradient, passes
+from tests.triton.hopper import errors_of
 from tests.triton.test_triton_backwards import close, normal
 
 BF16, BF16_LIMIT = torch.bfloat16, 1e-2  # that of tests/unit/primitive/test_vjp.py
@@ -159,3 +161,27 @@ def test_products_on_tensor_cores_give_the_same_gradients(kind: str, nearest: No
         assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
         assert_gradient(got[name], want[name], BF16_LIMIT, name)
         assert not passes(wrong[name], want[name], BF16_LIMIT), name
+
+
+COMPILED = """
+from lite.primitive.kernels.vjp import triton_moe
+k, BLOCK = triton_moe._kernels(), {"BLOCK": triton_moe.BLOCK}
+sizes = lambda *names: dict.fromkeys(names, "i32")
+
+def combine(choices):
+    compiled(k.combine, {"rows": "bf16", "position": "i64", "dx": "bf16"}, sizes("H"), {"K": choices} | BLOCK, 4)
+"""
+OURS = """
+compiled(k.gather, {"d_out": "bf16", "token": "i64", "weight": "fp32", "d_rows": "bf16", "weighted": "bf16"}, sizes("H"), BLOCK, 4)
+compiled(k.relu2, {"x": "bf16", "dy": "bf16", "dx": "bf16"}, sizes("size"), BLOCK, 4)
+for gated in (True, False):
+    pointers = dict.fromkeys(("up", "d_mixed", "active", "d_up"), "bf16") | {"weight": "fp32", "d_weight": "fp32"}
+    compiled(k.activation, pointers, sizes("F"), {"GATED": gated} | BLOCK, 4)
+for choices in (1, 6, 8):
+    combine(choices)
+"""
+
+
+def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
+    assert errors_of(COMPILED + OURS, tmp_path) == ""
+    assert "TypeError" in errors_of(COMPILED + "combine(6.5)", tmp_path), "a number of choices that is none"

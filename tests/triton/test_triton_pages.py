@@ -1,12 +1,15 @@
 """What a decode step moves between pages and the scan, by the fused kernels, interpreted: the bits of the torch formulas, on pages that lie
 apart in the engine's cache and hold NaN wherever nothing may be read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from lite.primitive.compare import bits
 from lite.vllm_plugin import page_io
+from tests.triton.hopper import errors_of
 
 SLOTS = torch.tensor([3, 0, 5, 0])  # a page may be padding's, several times
 
@@ -52,3 +55,28 @@ def test_states_are_written_where_a_chunk_is_full_and_nowhere_else(shape: tuple[
     assert whole[[0, 1, 2, 4, 5, 6]].isnan().all()
     between = whole.untyped_storage().size() // 4 - whole.numel()
     assert int(torch.tensor([]).set_(whole.untyped_storage()).isnan().sum()) == between + whole[0].numel() * 6, "a gap was written"
+
+
+COMPILED = """
+from lite.vllm_plugin import page_io
+k = page_io._kernels()
+
+def rows(kind, rows, columns):
+    scalars = dict.fromkeys(("page", "L", "C"), "i32")
+    pointers = {"held": kind, "slots": "i64", "last": "i64", "out": kind}
+    compiled(k.read_rows, pointers, scalars, {"ROWS": rows, "COLUMNS": columns}, 8)
+
+def states(kind):
+    sizes = dict.fromkeys(("page", "N"), "i32")
+    compiled(k.read_states, {"held": kind, "slots": "i64", "valid": "i1", "out": kind}, sizes, {"BLOCK": page_io.TILE}, 8)
+    compiled(k.write_states, {"held": kind, "slots": "i64", "full": "i1", "states": kind}, sizes, {"BLOCK": page_io.TILE}, 8)
+"""
+
+
+def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
+    ours = (
+        "".join(f"rows('bf16', {rows}, {columns})\n" for rows, columns in ((8, 512), (64, 64), (1024, 4)))
+        + "states('fp32'); states('bf16')"
+    )
+    assert errors_of(COMPILED + ours, tmp_path) == ""
+    assert "power of 2" in errors_of(COMPILED + "rows('bf16', 3, 512)", tmp_path), "a tile cannot have three rows"
