@@ -228,7 +228,7 @@ def test_a_prefill_in_pieces_has_the_bits_of_the_whole(weights: Weights) -> None
 # Metadata.
 
 
-@pytest.mark.parametrize("lengths", [[1], [L], [L + 1], LENGTHS, [3, 3, 3], [5 * L, 1, L, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [L], [L] * 3, [L + 1], LENGTHS, [3, 3, 3], [5 * L, 1, L, 2]], ids=str)
 def test_chunks_are_those_of_vllms_rule_and_some_empty_ones(lengths: list[int]) -> None:
     from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
 

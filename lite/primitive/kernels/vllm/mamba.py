@@ -47,6 +47,9 @@ def _conv_programs(seqlens: Seqlens, rows: int) -> Any:
     """What vLLM's `compute_causal_conv1d_metadata` makes on the host, without asking the device how many: sequence and block of each
     program, -1 for those too many."""
     sequences, device = len(seqlens.cu_q) - 1, seqlens.cu_q.device
+    if rows == sequences:  # one row each, as in a decode step: a few launches less, of which a step with few requests consists
+        batch, offset = (make(sequences, dtype=torch.int32, device=device) for make in (torch.arange, torch.zeros))
+        return _programs(batch, offset)
     count = sequences if seqlens.max_q <= CONV_ROWS else rows // CONV_ROWS + sequences
     blocks = (seqlens.cu_q.diff() + CONV_ROWS - 1) // CONV_ROWS
     ends = blocks.cumsum(0)
@@ -54,7 +57,11 @@ def _conv_programs(seqlens: Seqlens, rows: int) -> Any:
     sequence = torch.searchsorted(ends, program, right=True)
     block = program - (ends - blocks)[sequence.clamp(max=sequences - 1)]
     real = sequence < sequences
-    batch, offset = (torch.where(real, t, -1).int() for t in (sequence, block))
+    return _programs(*(torch.where(real, t, -1).int() for t in (sequence, block)))
+
+
+def _programs(batch: Tensor, offset: Tensor) -> Any:
+    count = len(batch)
     held = {"tot": count, "mlist": batch, "mlist_len": count, "offsetlist": offset, "batch_ptr": batch, "token_chunk_offset_ptr": offset}
     return SimpleNamespace(nums_dict={CONV_ROWS: held}, batch_ptr=batch, token_chunk_offset_ptr=offset)
 
@@ -71,6 +78,9 @@ def chunks_of(cu: Tensor, longest: int, rows: int, size: int) -> Chunks:
     """Chunks of `size` rows from each sequence's first row on, the last one shorter. The device is not asked how many: there may be some
     more at the end, of no rows, that count as the last sequence's. Each sequence has a row."""
     sequences = len(cu) - 1
+    if longest == size and rows == sequences * size:  # each sequence is one full chunk, as in a decode step
+        each = torch.arange(sequences, dtype=torch.int32, device=cu.device)
+        return Chunks(cu.int(), each, each)
     count = sequences if longest <= size else rows // size + sequences
     chunks = (cu.diff() + size - 1) // size
     ends = chunks.cumsum(0)
