@@ -33,7 +33,7 @@ def test_neither_pieces_nor_order_matter(piece: int, at_once: int, monkeypatch: 
     assert fingerprint(reversed(weights().items())) == want
 
 
-@pytest.mark.parametrize("name", weights().keys() - {"layer.0"})
+@pytest.mark.parametrize("name", ["layer.3", "layer.40", "scale", "turned"])
 def test_a_bit_a_name_and_a_missing_tensor_are_noticed(name: str) -> None:
     want, flipped, renamed, fewer = fingerprint(weights().items()), weights(), weights(), weights()
     flipped[name] = flipped[name].contiguous()
