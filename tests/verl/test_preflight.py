@@ -8,10 +8,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
+from safetensors.torch import save_file
 from verl_mlite import preflight as subject
 from verl_mlite.preflight import CHECKS, SETTINGS, WORKER, Job, checked, composed, preflight
 
@@ -30,7 +32,7 @@ GONE = object()
 def model_folder(folder: Path, **config: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").touch()
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
     (folder / "tokenizer.json").touch()
     return folder
 
@@ -55,7 +57,7 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "qwen3"):
         self.patch, self.family, self.data = monkeypatch, family, folder / "train.parquet"
         self.model = model_folder(folder / "model", **hf_config(family))
-        self.data.write_bytes(b"PAR1")
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1"]}), self.data)
         self.has(vllm="0.26.0", plugin="lite.vllm_plugin:register")
 
     def has(self, vllm: str | None = None, plugin: str | None = None, missing: str | None = None) -> None:
@@ -252,5 +254,42 @@ def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(ma
     (machine.model / "tokenizer.json").unlink()
     assert "holds no tokenizer" in machine.refusal()
     (machine.model / "tokenizer.json").touch()
-    machine.data.write_text("x")
-    assert "is no parquet file" in machine.refusal()
+    whole = machine.data.read_bytes()
+    for broken in (b"x", b"PAR1", whole[: len(whole) // 2]):
+        machine.data.write_bytes(broken)
+        assert "is no whole parquet file" in machine.refusal()
+
+
+def test_data_that_are_not_named_or_that_verl_does_not_read_are_refused(machine: Machine, tmp_path: Path) -> None:
+    assert machine.refusal({"data.val_files": None}) == "data.val_files: is not set; name a file of prompts"
+    (tmp_path / "prompts.py").touch()
+    assert "is of a kind that verl does not read" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.py")]})
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(machine: Machine) -> None:
+    (machine.model / "model.safetensors").write_bytes(b"abc")
+    assert "is truncated or no safetensors file" in machine.refusal()
+    save_file({"w": torch.zeros(1)}, machine.model / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {"v": "model-00001-of-00002.safetensors", "w": "model-00002-of-00002.safetensors"}}
+    (machine.model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors: this shard is missing" in machine.refusal()
+
+
+OPTIMIZER = {"optimizer": "sgd", "lr_decay_style": "nosuch", "override_optimizer_config": {"x": 1}}
+
+
+@pytest.mark.parametrize("key", OPTIMIZER)
+def test_an_optimizer_that_the_engine_does_not_build_is_refused(machine: Machine, key: str) -> None:
+    said = machine.refusal({f"{ACTOR}.optim.{key}": OPTIMIZER[key]})
+    assert key in said and "full_key" not in said
+
+
+def test_a_reward_that_falls_over_more_than_the_response_is_refused(machine: Machine) -> None:
+    key = "reward.reward_kwargs.overlong_buffer_cfg.len"
+    said = machine.refusal({key: 8193})
+    assert said == f"{key}: is 8193, of responses of up to 8192 tokens; give at most as many"
+
+
+def test_an_override_without_a_key_is_refused() -> None:
+    with pytest.raises(InputError, match=r"overrides: .*; write each as key=value"):
+        composed(["=3"])

@@ -212,7 +212,7 @@ launch() {
     "${command[@]}" --cfg job --resolve
   else
     "$PYTHON" -m verl_mlite.preflight "${ARGS[@]}"
-    mkdir -p "$OUT"
+    mkdir -p "$OUT" 2>/dev/null && [[ -w "$OUT" ]] || die "OUT: '$OUT' is no folder that can be written to; name another"
     printed "${command[@]}" >"$OUT/command.sh"
     "${command[@]}" 2>&1 | tee "$OUT/train.log" # pipefail hands on the trainer's exit status
   fi

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from lite.errors import InputError, nearest
 from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
+from lite.primitive.ckpt.safetensors_files import read_tensors
 from lite.primitive.kernels.vllm.version import require_verified_version
 
 WORKER = "verl_mlite.worker.ExactWorkerExtension"
@@ -28,6 +29,7 @@ SWITCHES = ("VLLM_BATCH_INVARIANT", "MLITE_EXACT")
 ROLLOUT, VLLM = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.engine_kwargs.vllm"
 ENGINES = ("actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine")
 FORWARDED = "ray_kwargs.ray_init.runtime_env.env_vars"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 ONE_GPU = "set it to 1: an engine on one GPU is what was verified"
 DECODE_GRAPHS = "set compilation_config={mode:0,cudagraph_mode:FULL_DECODE_ONLY,custom_ops:[all]}"
@@ -120,6 +122,8 @@ def composed(overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(Path(spec.origin).parent / "trainer" / "config"), version_base=None):
         try:
             return compose("ppo_trainer", overrides)
+        except ValueError as error:  # of an override without a key, which Hydra takes for a group
+            raise InputError("overrides", str(error), "write each as key=value") from None
         except HydraException as error:
             message = str(error)
             unknown = re.search(r"Could not (?:override|delete from config\.) '([^']+)'", message)
@@ -178,6 +182,9 @@ def check_numbers(job: Job) -> list[str]:
     batch, mini = job.get("data.train_batch_size"), job.get("actor_rollout_ref.actor.ppo_mini_batch_size")
     if batch % mini:
         raise InputError("actor_rollout_ref.actor.ppo_mini_batch_size", f"is {mini}, of batches of {batch}", "give one that divides them")
+    overlong, longest = job.get(f"{OVERLONG}.len"), job.get("reward.reward_kwargs.max_resp_len")
+    if job.get(f"{OVERLONG}.enable") and not 0 < overlong <= (longest or 0):
+        raise InputError(f"{OVERLONG}.len", f"is {overlong}, of responses of up to {longest} tokens", "give at most as many")
     return [f"{len(NUMBERS)} numbers are in range"]
 
 
@@ -186,6 +193,7 @@ def check_model(job: Job) -> list[str]:
     kind = load_hf_config(folder).get("model_type")
     if not any(folder.glob("*.safetensors")):
         raise InputError(folder, "holds no safetensors", "give the folder of a safetensors checkpoint")
+    next(read_tensors(folder), None)  # it looks at every file's header first
     if not any(folder.glob("*token*")):
         raise InputError(folder, "holds no tokenizer", "add its files: verl formats the prompts with it")
     lines = [f"model: {folder}, {kind}"]
@@ -217,17 +225,27 @@ def _installed(name: str) -> bool:
 
 
 def check_data(job: Job) -> list[str]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
     lines = []
     for key in ("data.train_files", "data.val_files"):
         found = job.get(key)
-        for name in [found] if isinstance(found, str) else found or []:
+        if not found:
+            raise InputError(key, "is not set", "name a file of prompts")
+        for name in [found] if isinstance(found, str) else found:
             path = Path(name).expanduser()
             if "://" in name:
                 continue
             if not path.is_file():
                 raise InputError(key, f"{name} is no file", "correct the path")
-            if path.suffix == ".parquet" and path.read_bytes()[:4] != b"PAR1":
-                raise InputError(key, f"{name} is no parquet file", "give one, or a .json or .jsonl")
+            if path.suffix not in (".parquet", ".json", ".jsonl"):
+                raise InputError(key, f"{name} is of a kind that verl does not read", "give a .parquet, .json or .jsonl")
+            try:
+                if path.suffix == ".parquet":
+                    read_metadata(path)
+            except ArrowException as error:
+                raise InputError(key, f"{name} is no whole parquet file ({error})", "write it again, or give a .json or .jsonl") from None
         lines.append(f"{key}: {found}")
     return lines
 
@@ -251,7 +269,11 @@ def check_engine(job: Job) -> list[str]:
     if estimator not in known_ones:
         raise InputError("algorithm.adv_estimator", f"is {estimator!r}", nearest(str(estimator), known_ones))
     try:
-        omega_conf_to_dataclass(job.config.actor_rollout_ref.actor)
+        actor = omega_conf_to_dataclass(job.config.actor_rollout_ref.actor)
+        if job.exact:
+            from verl_mlite.engine import optimizer_config
+
+            optimizer_config(actor.optim)
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, InputError):
