@@ -132,3 +132,9 @@ def test_an_interpreter_without_verl_is_refused_by_name(tmp_path: Path) -> None:
         done = recipe("qwen3_dense", OUT=str(tmp_path / "out"), PYTHON=str(bare), **mode)
         assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: PYTHON: ") and done.stderr.count("\n") == 1
         assert "lacks verl or verl_mlite" in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = recipe("qwen3_dense", OUT=str(tmp_path / "file"), PYTHON="true")  # for which every check passes
+    assert done.returncode == 2 and done.stderr == f"error: OUT: '{tmp_path}/file' is no folder that can be written to; name another\n"
