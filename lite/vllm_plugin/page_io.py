@@ -76,7 +76,7 @@ def fused_read_rows(held: Tensor, slots: Tensor, last: Tensor) -> Tensor:
     columns = min(512, k.power(C))
     rows = TILE // columns
     k.read_rows[(len(slots), k.cdiv(L, rows), k.cdiv(C, columns))](
-        held, slots, last, out, held.stride(0), L, C, ROWS=rows, COLUMNS=columns, num_warps=8
+        held, slots.contiguous(), last, out, held.stride(0), L, C, ROWS=rows, COLUMNS=columns, num_warps=8
     )  # fmt: skip
     return out
 
@@ -84,12 +84,12 @@ def fused_read_rows(held: Tensor, slots: Tensor, last: Tensor) -> Tensor:
 def fused_read_states(held: Tensor, slots: Tensor, valid: Tensor) -> Tensor:
     k, out = _kernels(), held.new_empty(len(slots), *held.shape[1:])
     size = held[0].numel()
-    k.read_states[(len(slots), k.cdiv(size, TILE))](held, slots, valid, out, held.stride(0), size, BLOCK=TILE, num_warps=8)
+    k.read_states[(len(slots), k.cdiv(size, TILE))](held, slots.contiguous(), valid, out, held.stride(0), size, BLOCK=TILE, num_warps=8)
     return out
 
 
 def fused_write_states(held: Tensor, slots: Tensor, full: Tensor, states: Tensor) -> None:
     k, size = _kernels(), held[0].numel()
     k.write_states[(len(slots), k.cdiv(size, TILE))](
-        held, slots, full, states.contiguous(), held.stride(0), size, BLOCK=TILE, num_warps=8
+        held, slots.contiguous(), full, states.contiguous(), held.stride(0), size, BLOCK=TILE, num_warps=8
     )  # fmt: skip
