@@ -15,7 +15,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from safetensors.torch import save_file
 from verl_mlite import preflight as subject
-from verl_mlite.preflight import CHECKS, SETTINGS, WORKER, Job, checked, composed, preflight
+from verl_mlite.preflight import CHECKS, Job, checked, composed, preflight
+from verl_mlite.preflight_tables import SETTINGS, WORKER
 
 from lite.errors import InputError
 from tests.checkpoints import hf_config
@@ -133,6 +134,9 @@ PLANTED = [
     (f"{ROLLOUT}.full_determinism", True, "is True with rollout.n=8: all samples of a prompt get one seed"),
     (f"{MODEL}.lora_rank", 8, "is 8; set it to 0: all weights are trained"),
     (f"{MODEL}.lora.rank", 8, "is 8; set it to 0: all weights are trained"),
+    (f"{MODEL}.lora_adapter_path", "/nope", "is '/nope'; leave it null"),
+    (f"{ROLLOUT}.dtype", "float16", "is 'float16'; set it to bfloat16"),
+    (f"{ENGINE}.dtype", "float32", "is 'float32'; set it to bfloat16"),
     (f"{MODEL}.mtp.enable", True, "is True; set it to False"),
     ("critic.enable", True, "is True; set it to False: a critic is not built"),
     (f"{VLLM}.worker_extension_cls", GONE, f"is not set; add +{VLLM}.worker_extension_cls={WORKER}"),
@@ -143,6 +147,8 @@ PLANTED = [
     (f"{VLLM}.compilation_config.custom_ops", ["none"], "is ['none']; set compilation_config="),
     (f"{VLLM}.async_scheduling", True, "is True; set it to False"),
     (f"{VLLM}.enable_flashinfer_autotune", GONE, "is not set; set it to False"),
+    (f"{VLLM}.enable_prefix_caching", True, "was not verified, and wins over verl's own key; leave it out"),
+    (f"{VLLM}.kv_cache_dtype", "fp8", "was not verified"),
     (f"{ENGINE}.cross_entropy_fuson", True, "is not a known key; did you mean 'cross_entropy_fusion'?"),
     ("actor_rollout_ref.ref.engine.tpp", 2, "is not a known key; did you mean"),
     (f"{FORWARDED}.MLITE_EXACT", "0", "is 0, 1 here; add "),
@@ -172,6 +178,8 @@ def test_another_temperature_needs_other_logprobs(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
+        (f"{ENGINE}.param_offload", "no", "engine.param_offload: 'no' is not built; choose from True, False"),
+        (f"{ENGINE}.model_name", "qwen4", "model family: 'qwen4' is not known; did you mean 'qwen3'?"),
         (f"{ENGINE}.ep", 16, "engine.ep: 16 is not built; choose from 1"),
         (f"{ENGINE}.impl_cfg.recomput", "full", "engine.impl_cfg.recomput: is not a known key; did you mean 'recompute'?"),
     ],
@@ -234,6 +242,7 @@ def test_a_hybrid_whose_states_are_not_fp32_is_refused(hybrid: Machine) -> None:
 
 
 NUMBERS = {
+    f"{ROLLOUT}.max_num_seqs": 0, "trainer.total_training_steps": 2.5, "data.seed": "abc",
     "data.train_batch_size": "abc", f"{ACTOR}.optim.lr": "big", f"{ROLLOUT}.n": 1, f"{ROLLOUT}.temperature": 0,
     f"{ROLLOUT}.gpu_memory_utilization": 5, "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
 }  # fmt: skip
@@ -262,6 +271,8 @@ def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(ma
 
 def test_data_that_are_not_named_or_that_verl_does_not_read_are_refused(machine: Machine, tmp_path: Path) -> None:
     assert machine.refusal({"data.val_files": None}) == "data.val_files: is not set; name a file of prompts"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1 + 1"]}), machine.data)
+    assert "has no column 'prompt'; add it" in machine.refusal()
     (tmp_path / "prompts.py").touch()
     assert "is of a kind that verl does not read" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.py")]})
 
@@ -286,8 +297,26 @@ def test_an_optimizer_that_the_engine_does_not_build_is_refused(machine: Machine
 
 def test_a_reward_that_falls_over_more_than_the_response_is_refused(machine: Machine) -> None:
     key = "reward.reward_kwargs.overlong_buffer_cfg.len"
-    said = machine.refusal({key: 8193})
-    assert said == f"{key}: is 8193, of responses of up to 8192 tokens; give at most as many"
+    for length in (8193, 0, "abc"):
+        assert machine.refusal({key: length}) == f"{key}: is {length!r}, of responses of up to 8192 tokens; give 1 to as many"
+
+
+def test_a_batch_or_experts_that_the_gpus_cannot_share_are_refused(hybrid: Machine) -> None:
+    mini = f"{ACTOR}.ppo_mini_batch_size"
+    said = hybrid.refusal({"data.train_batch_size": 3, mini: 3, f"{ROLLOUT}.n": 3})
+    assert said.startswith("data.train_batch_size: is 3, of 3 responses each, on 8 GPUs")
+    key = f"{ACTOR}.megatron.expert_model_parallel_size"
+    assert hybrid.refusal({"trainer.n_gpus_per_node": 4}, arm="0") == f"{key}: is 8, on 4 GPUs; give one that divides them"
+
+
+@pytest.mark.parametrize("key", [f"{MODEL}.use_remove_padding", f"{ACTOR}.megatron.use_remove_padding"])
+def test_a_baseline_that_packs_a_hybrid_is_refused(hybrid: Machine, key: str) -> None:
+    assert "without the boundaries that Mamba layers need" in hybrid.refusal({key: True}, arm="0")
+
+
+def test_the_exact_trainer_without_its_switches_is_refused(machine: Machine) -> None:
+    said = machine.refusal({f"{ACTOR}.strategy": "mlite"}, arm="0")
+    assert said.startswith("environment: VLLM_BATCH_INVARIANT and MLITE_EXACT are off: model_engine=mlite is not exact so")
 
 
 def test_an_override_without_a_key_is_refused() -> None:

@@ -115,7 +115,7 @@ def test_nothing_is_made_where_preflight_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("variable", "value"), [
     ("DRY_RUN", "true"), ("COMPOSE_ONLY", "yes"), ("PROMPT_TOKENS", "abc"), ("RESPONSE_TOKENS", "2k"), ("PYTHON", "/nope/python"),
-    ("MODEL_PATH", "/m/a\\"), ("OUT", "/m/${x}"),
+    ("MODEL_PATH", "/m/a\\"), ("OUT", "/m/${x}"), ("OFFLOAD", "no"), ("TEMPERATURE", "1e0"), ("WANDB_MODE", "a${b}c"),
 ])  # fmt: skip
 def test_a_parameter_that_no_run_can_have_is_refused_by_name(variable: str, value: str) -> None:
     done = recipe("qwen3_dense", **({"DRY_RUN": "1"} | {variable: value}))
@@ -138,3 +138,19 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     done = recipe("qwen3_dense", OUT=str(tmp_path / "file"), PYTHON="true")  # for which every check passes
     assert done.returncode == 2 and done.stderr == f"error: OUT: '{tmp_path}/file' is no folder that can be written to; name another\n"
+
+
+def test_a_run_in_the_folder_of_another_leaves_its_records_together(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    records = ("command.sh", "train.log", "metrics.jsonl")
+    for name in records:
+        (out / name).write_text("earlier")
+    assert recipe("qwen3_dense", OUT=str(out), PYTHON="true").returncode == 0  # a trainer that does nothing
+    (earlier,) = out.glob("earlier-*")
+    assert {path.name: path.read_text() for path in earlier.iterdir()} == dict.fromkeys(records, "earlier")
+    assert "main_ppo" in (out / "command.sh").read_text() and not (out / "metrics.jsonl").exists()
+
+
+def test_a_slash_at_the_end_of_the_folder_does_not_join_the_arms() -> None:
+    assert dry_run("qwen3_dense", arm="0", OUT="/runs/out/") == dry_run("qwen3_dense", arm="0")

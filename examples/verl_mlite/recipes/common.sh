@@ -60,7 +60,7 @@ common_params() {
   param VAL_FILES "${HOME:-}/data/aime-2024.parquet" "validation prompts"
   param N_GPUS 8 "GPUs of this node; each has a share of the trainer and an engine of its own"
   param STEPS 20 "after which to stop; neither warmup nor decay depends on it"
-  param OUT "$PWD/outputs/$RECIPE" "folder for checkpoints, log, metrics and the command"
+  param OUT "$PWD/outputs/$RECIPE" "folder for log, metrics and command, and for checkpoints where trainer.save_freq asks for them"
   param TRAIN_BATCH 32 "prompts a step, and one update of all of them"
   param SAMPLES 8 "responses a prompt"
   param PROMPT_TOKENS 2048 "longest prompt"
@@ -176,6 +176,7 @@ worker_environment() {
   local name
   for name in VLLM_BATCH_INVARIANT MLITE_EXACT VERL_FILE_LOGGER_PATH $FORWARD; do
     [[ -v "$name" ]] || continue
+    [[ "${!name}" != *[\\\$]* ]] || die "$name: '${!name}' has a backslash or a dollar sign, which Hydra reads; forward another value"
     ARGS+=("+ray_kwargs.ray_init.runtime_env.env_vars.$name=$(quoted "${!name}")")
   done
 }
@@ -186,12 +187,15 @@ launch() {
   shift 2
   [[ "${1:-}" != -h && "${1:-}" != --help ]] || { usage; exit 0; }
   local name
+  OUT="${OUT%/}"
   for name in MODEL_PATH TRAIN_FILES VAL_FILES OUT; do
     [[ "${!name}" != *[\\\$]* ]] || die "$name: '${!name}' has a backslash or a dollar sign, which Hydra reads; use another path"
   done
   for name in PROMPT_TOKENS RESPONSE_TOKENS; do
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die "$name: '${!name}' is no number of tokens; give one above 0"
   done
+  [[ "$OFFLOAD" == True || "$OFFLOAD" == False ]] || die "OFFLOAD: is '$OFFLOAD'; set it to True or False"
+  [[ "$TEMPERATURE" =~ ^[0-9]+\.?[0-9]*$ ]] || die "TEMPERATURE: '$TEMPERATURE' is no decimal number; write it like 1.0"
   command -v "$PYTHON" >/dev/null || die "PYTHON: there is no '$PYTHON'; name the interpreter that has verl, vLLM and verl_mlite"
   [[ "${DRY_RUN:-0}" == 1 ]] ||
     "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(any(i.find_spec(n) is None for n in ("verl", "verl_mlite")))' || die "PYTHON: '$PYTHON' lacks verl or verl_mlite; pip install both (docs/recipes.md), or name another"
@@ -213,9 +217,21 @@ launch() {
   else
     "$PYTHON" -m verl_mlite.preflight "${ARGS[@]}"
     mkdir -p "$OUT" 2>/dev/null && [[ -w "$OUT" ]] || die "OUT: '$OUT' is no folder that can be written to; name another"
+    keep_earlier
     printed "${command[@]}" >"$OUT/command.sh"
     "${command[@]}" 2>&1 | tee "$OUT/train.log" # pipefail hands on the trainer's exit status
   fi
+}
+
+# A run that starts in the folder of another leaves its command, log and metrics together, not under those of its own.
+keep_earlier() {
+  [[ -e "$OUT/command.sh" ]] || return 0
+  local name earlier
+  earlier="$OUT/earlier-$(date -r "$OUT/command.sh" +%Y%m%dT%H%M%S)"
+  mkdir -p "$earlier"
+  for name in command.sh train.log metrics.jsonl; do
+    [[ ! -e "$OUT/$name" ]] || mv "$OUT/$name" "$earlier/"
+  done
 }
 
 # One argument a line, as a shell reads it.

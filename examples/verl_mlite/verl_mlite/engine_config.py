@@ -6,6 +6,7 @@ from typing import Any
 from verl.workers.config import EngineConfig
 
 from lite.errors import InputError, nearest
+from lite.model.registry import family
 
 IMPLS = ("lite", "vllm", "reference")
 ATTENTION = (None, "FLASH_ATTN", "TRITON_ATTN")
@@ -67,6 +68,7 @@ class MliteEngineConfig(EngineConfig):
             ("router_replay.mode", self.router_replay.mode, REPLAY),
             ("cross_entropy_fusion", self.cross_entropy_fusion, (True,)),
             ("load_hf_weights", self.load_hf_weights, (True,)),
+            *((key, getattr(self, key), (True, False)) for key in ("param_offload", "optimizer_offload", "grad_offload")),
             ("resync_format", self.resync_format, (None,)),
             ("export_dtype", self.export_dtype, (None, self.dtype)),
             ("impl_cfg.use_thd", chosen["use_thd"], (True,)),
@@ -77,6 +79,8 @@ class MliteEngineConfig(EngineConfig):
         ):
             if value not in built:
                 raise InputError(f"engine.{where}", f"{value!r} is not built", f"choose from {', '.join(map(str, built))}")
+        if self.model_name != "auto":
+            family(self.model_name)
         if self.resync_config:
             raise InputError("engine.resync_config", f"{dict(self.resync_config)} is not built", "leave it empty")
 

@@ -23,59 +23,11 @@ from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.safetensors_files import read_tensors
 from lite.primitive.kernels.vllm.version import require_verified_version
+from verl_mlite.preflight_tables import ENGINES, NUMBERS, OPTIONAL, ROLLOUT, SETTINGS, VERIFIED, VLLM
 
-WORKER = "verl_mlite.worker.ExactWorkerExtension"
 SWITCHES = ("VLLM_BATCH_INVARIANT", "MLITE_EXACT")
-ROLLOUT, VLLM = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.engine_kwargs.vllm"
-ENGINES = ("actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine")
 FORWARDED = "ray_kwargs.ray_init.runtime_env.env_vars"
-OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-
-ONE_GPU = "set it to 1: an engine on one GPU is what was verified"
-DECODE_GRAPHS = "set compilation_config={mode:0,cudagraph_mode:FULL_DECODE_ONLY,custom_ops:[all]}"
-NO_ADAPTER = "set it to 0: all weights are trained"
-CUTS = "the trainer counts every token: vLLM must not cut any off"
-
-# key, the values it may have in the exact arm, what to do otherwise
-SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("actor_rollout_ref.actor.strategy", ("mlite",), "add model_engine=mlite"),
-    (f"{ROLLOUT}.name", ("vllm",), "set it to vllm"),
-    ("algorithm.rollout_correction.bypass_mode", (False,), "set it to False: otherwise the trainer's logprobs are never compared"),
-    (f"{ROLLOUT}.calculate_log_probs", (True,), "set it to True: otherwise there is nothing to compare with"),
-    (f"{ROLLOUT}.top_p", (1,), f"set it to 1: {CUTS}"),
-    (f"{ROLLOUT}.top_k", (-1, 0), f"set it to -1: {CUTS}"),
-    (f"{ROLLOUT}.enable_prefix_caching", (False,), "set it to False: a cached prefix was computed in another batch"),
-    (f"{ROLLOUT}.quantization", (None,), "leave it null: the trainer has no quantized weights"),
-    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), ONE_GPU),
-    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), ONE_GPU),
-    (f"{ROLLOUT}.data_parallel_size", (1,), ONE_GPU),
-    (f"{ROLLOUT}.expert_parallel_size", (1,), ONE_GPU),
-    (f"{ROLLOUT}.checkpoint_engine.backend", ("naive",), "set it to naive: the other ways check no fingerprint"),
-    ("actor_rollout_ref.model.lora_rank", (0,), NO_ADAPTER),
-    ("actor_rollout_ref.model.lora.rank", (0,), NO_ADAPTER),
-    ("actor_rollout_ref.model.mtp.enable", (False,), "set it to False"),
-    ("critic.enable", (False,), "set it to False: a critic is not built, and GRPO needs none"),
-    (f"{VLLM}.worker_extension_cls", (WORKER,), f"add +{VLLM}.worker_extension_cls={WORKER}"),
-    (f"{VLLM}.compilation_config.mode", (0,), DECODE_GRAPHS),
-    (f"{VLLM}.compilation_config.cudagraph_mode", ("FULL_DECODE_ONLY", "NONE"), DECODE_GRAPHS),
-    (f"{VLLM}.compilation_config.custom_ops", (["all"],), DECODE_GRAPHS),
-    (f"{VLLM}.async_scheduling", (False,), "set it to False"),
-    (f"{VLLM}.enable_flashinfer_autotune", (False,), "set it to False"),
-)
-
-# key, its type, above what, at most what
-NUMBERS: tuple[tuple[str, type, float, float], ...] = (
-    ("data.train_batch_size", int, 0, 1e9),
-    ("data.max_prompt_length", int, 0, 1e9),
-    ("data.max_response_length", int, 0, 1e9),
-    ("actor_rollout_ref.actor.ppo_mini_batch_size", int, 0, 1e9),
-    ("actor_rollout_ref.actor.optim.lr", float, 0, 1),
-    (f"{ROLLOUT}.n", int, 1, 1e9),  # one sample of a prompt has no group to be compared with
-    (f"{ROLLOUT}.temperature", float, 0, 1e9),
-    (f"{ROLLOUT}.gpu_memory_utilization", float, 0, 1),
-    ("trainer.n_gpus_per_node", int, 0, 1e9),
-    ("trainer.nnodes", int, 0, 1e9),
-)
+OVERLONG, MEGATRON = "reward.reward_kwargs.overlong_buffer_cfg", "actor_rollout_ref.actor.megatron"
 
 
 @dataclass(frozen=True)
@@ -169,12 +121,20 @@ def check_settings(job: Job) -> list[str]:
         lines.append(job.require(f"{ROLLOUT}.logprobs_mode", (mode,), fix))
         trainers = job.get(f"{ENGINES[0]}.attention_backend_override") or "FLASH_ATTN"
         lines.append(job.require(f"{VLLM}.attention_backend", (trainers,), f"set it to the trainer's, {trainers}"))
+        for key in job.get(VLLM):
+            if key not in VERIFIED:
+                raise InputError(f"{VLLM}.{key}", "was not verified, and wins over verl's own key", "leave it out")
+    elif job.get("actor_rollout_ref.actor.strategy") == "mlite":
+        fix = f"set both to 1, here and in {FORWARDED} (the recipes do)"
+        raise InputError("environment", f"{' and '.join(SWITCHES)} are off: model_engine=mlite is not exact so", fix)
     return lines
 
 
 def check_numbers(job: Job) -> list[str]:
     for key, kind, above, most in NUMBERS:
         found = job.get(key)
+        if found is None and key in OPTIONAL:
+            continue
         number = isinstance(found, (int, float) if kind is float else int) and not isinstance(found, bool)
         if not number or not above < found <= most:
             said = "a whole number" if kind is int else "a number"
@@ -182,9 +142,15 @@ def check_numbers(job: Job) -> list[str]:
     batch, mini = job.get("data.train_batch_size"), job.get("actor_rollout_ref.actor.ppo_mini_batch_size")
     if batch % mini:
         raise InputError("actor_rollout_ref.actor.ppo_mini_batch_size", f"is {mini}, of batches of {batch}", "give one that divides them")
+    gpus, ranks = job.get("trainer.n_gpus_per_node") * job.get("trainer.nnodes"), job.get(f"{MEGATRON}.expert_model_parallel_size")
+    if batch * job.get(f"{ROLLOUT}.n") % gpus:
+        what = f"is {batch}, of {job.get(f'{ROLLOUT}.n')} responses each, on {gpus} GPUs"
+        raise InputError("data.train_batch_size", what, "give one that makes a whole number of responses a GPU")
+    if not job.exact and ranks and gpus % ranks:
+        raise InputError(f"{MEGATRON}.expert_model_parallel_size", f"is {ranks}, on {gpus} GPUs", "give one that divides them")
     overlong, longest = job.get(f"{OVERLONG}.len"), job.get("reward.reward_kwargs.max_resp_len")
-    if job.get(f"{OVERLONG}.enable") and not 0 < overlong <= (longest or 0):
-        raise InputError(f"{OVERLONG}.len", f"is {overlong}, of responses of up to {longest} tokens", "give at most as many")
+    if job.get(f"{OVERLONG}.enable") and not (isinstance(overlong, int) and 0 < overlong <= (longest or 0)):
+        raise InputError(f"{OVERLONG}.len", f"is {overlong!r}, of responses of up to {longest} tokens", "give 1 to as many")
     return [f"{len(NUMBERS)} numbers are in range"]
 
 
@@ -197,6 +163,10 @@ def check_model(job: Job) -> list[str]:
     if not any(folder.glob("*token*")):
         raise InputError(folder, "holds no tokenizer", "add its files: verl formats the prompts with it")
     lines = [f"model: {folder}, {kind}"]
+    if not job.exact and kind == "nemotron_h":
+        for key in ("actor_rollout_ref.model.use_remove_padding", f"{MEGATRON}.use_remove_padding"):
+            fix = "set it to False, as nemotron_h.sh does: verl packs without the boundaries that Mamba layers need"
+            lines.append(job.require(key, (False,), fix))
     if job.exact and job.model_config().mamba is not None:
         key = f"{VLLM}.mamba_ssm_cache_dtype"
         lines.append(job.require(key, ("float32",), f"add +{key}=float32: the scan's states are"))
@@ -226,9 +196,9 @@ def _installed(name: str) -> bool:
 
 def check_data(job: Job) -> list[str]:
     from pyarrow import ArrowException
-    from pyarrow.parquet import read_metadata
+    from pyarrow.parquet import read_schema
 
-    lines = []
+    lines, prompts = [], job.get("data.prompt_key")
     for key in ("data.train_files", "data.val_files"):
         found = job.get(key)
         if not found:
@@ -242,10 +212,11 @@ def check_data(job: Job) -> list[str]:
             if path.suffix not in (".parquet", ".json", ".jsonl"):
                 raise InputError(key, f"{name} is of a kind that verl does not read", "give a .parquet, .json or .jsonl")
             try:
-                if path.suffix == ".parquet":
-                    read_metadata(path)
+                columns = read_schema(path).names if path.suffix == ".parquet" else [prompts]
             except ArrowException as error:
                 raise InputError(key, f"{name} is no whole parquet file ({error})", "write it again, or give a .json or .jsonl") from None
+            if prompts not in columns:
+                raise InputError(key, f"{name} has no column {prompts!r}", "add it, or name another by data.prompt_key")
         lines.append(f"{key}: {found}")
     return lines
 
