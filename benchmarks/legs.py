@@ -159,13 +159,18 @@ def environment(argv: Sequence[str]) -> dict[str, Any]:
             return None
 
     return {
-        "command": ["python", "-m", f"benchmarks.{Path(argv[0]).stem}", *argv[1:]],
+        "command": ["python", "-m", f"benchmarks.{Path(argv[0]).stem}", *map(without_machine, argv[1:])],
         "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {package: installed(package) for package in PACKAGES},
         "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
+
+
+def without_machine(word: str) -> str:
+    """An absolute path by its last part: a result names no folder of the machine that made it."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def described(spec: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from benchmarks.legs import LegError
+from benchmarks.legs import LegError, without_machine
 from lite.acceptance.receipt import write_json as write
 from lite.errors import InputError
 from lite.model.registry import family, family_of
@@ -135,7 +135,7 @@ def number(value: float | None, spec: str) -> str:
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return {name: without_machine(str(value)) if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 
 def summary_of(file: Path, benchmark: str) -> list[dict[str, Any]]:

@@ -247,12 +247,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=report.positive, default=8192, help="prompt tokens (8192)")
     parser.add_argument("--output", type=report.positive, default=1024, help="generated tokens (1024)")
     parser.add_argument(
-        "--concurrency",
-        type=report.positive,
-        nargs="+",
-        action=report.Distinct,
-        default=[1, 8, 32, 64],
-        help="requests at once (1 8 32 64)",
+        "--concurrency", type=report.positive, nargs="+", action=report.Distinct, default=[1, 8, 32, 64], help="at once (1 8 32 64)"
     )
     parser.add_argument("--step-tokens", type=report.positive, default=8192, help="max_num_batched_tokens of all arms (8192)")
     parser.add_argument("--against", nargs="+", action=report.Distinct, choices=OTHERS, help="all that the model has, where not given")

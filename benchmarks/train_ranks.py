@@ -83,15 +83,23 @@ class Rank:
         self.leg: Leg | None = None
 
     def obey(self, do: str, **command: Any) -> dict[str, Any]:
-        if do == "leg":
-            assert self.leg is not None
-            return self.leg(**command)
-        self.leg = None  # the trainer before, of which nothing may count towards the peak of this one
+        return {"leg": self.measure, "build": self.build, "free": self.free}[do](**command)
+
+    def measure(self, **command: int) -> dict[str, Any]:
+        assert self.leg is not None
+        return self.leg(**command)
+
+    def build(self, fsdp: dict[str, Any]) -> dict[str, Any]:
+        self.free()  # nothing of the trainer before may count towards the peak of this one
+        self.leg = trainer(self.spec, fsdp, self.ops)
+        return {"weight_gradients": ["torch.float32"], "spec": described(self.spec | {"fsdp": fsdp})}
+
+    def free(self) -> dict[str, Any]:
+        self.leg = None
         gc.collect()
         if self.spec["device"] == "cuda":
             torch.cuda.empty_cache()
-        self.leg = trainer(self.spec, command["fsdp"], self.ops)
-        return {"weight_gradients": ["torch.float32"], "spec": described(self.spec | command)}
+        return {}
 
 
 def follow(spec: dict[str, Any], number: int, store: str) -> None:

@@ -92,24 +92,25 @@ def _kernels(args: argparse.Namespace, config: Any, start: Callable[..., Arm], r
 
 def _trainers(args: argparse.Namespace, config: Any, start: Callable[..., Arm], result: dict[str, Any], progress: Any) -> None:
     """plain beside one other at a time: two whole trainers are all that a GPU may hold. Those on as many ranks share their processes."""
-    ranks = {name: settings(name)["ranks"] for name in args.against}
-    names = {"plain": 1} | {"unsharded" if count == 1 else f"fsdp{count}": count for count in sorted(set(ranks.values()))}
-    workers = {
-        name: start(name, "benchmarks.train_ranks", ENVIRONMENT["exact"] | RANKS, ranks=count) for name, count in names.items()
-    }  # fmt: skip
-    progress.say(f"starting {', '.join(workers)}")
-    facts = {name: worker.reply(args.start_timeout) for name, worker in workers.items()}
 
-    def built(arm: str, worker: str) -> Arm:
-        progress.say(f"building {arm}")
-        result["arms"][arm] = facts[worker] | workers[worker].ask(args.start_timeout, do="build", fsdp=settings(arm)["fsdp"])
-        return workers[worker]
+    def begin(name: str, ranks: int) -> Arm:
+        return start(name, "benchmarks.train_ranks", ENVIRONMENT["exact"] | RANKS, ranks=ranks)
 
-    plain = built("plain", "plain")
-    for worker in list(names)[1:]:
-        for arm in (name for name in args.against if ranks[name] == names[worker]):
-            _measure(args, config, {"plain": plain, arm: built(arm, worker)}, result, progress)
-        workers[worker].close()
+    counts = sorted({settings(name)["ranks"] for name in args.against})
+    plain, workers = begin("plain", 1), {ranks: begin(f"ranks{ranks}", ranks) for ranks in counts}
+    progress.say(f"starting {', '.join(worker.name for worker in (plain, *workers.values()))}")
+    facts = {worker.name: worker.reply(args.start_timeout) for worker in (plain, *workers.values())}
+
+    def built(name: str, worker: Arm) -> Arm:
+        progress.say(f"building {name}")
+        result["arms"][name] = facts[worker.name] | worker.ask(args.start_timeout, do="build", fsdp=settings(name)["fsdp"])
+        return worker
+
+    built("plain", plain)
+    for ranks, worker in workers.items():
+        for name in (name for name in args.against if settings(name)["ranks"] == ranks):
+            _measure(args, config, {"plain": plain, name: built(name, worker)}, result, progress)
+        worker.ask(do="free")
 
 
 RANKS: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0"}  # without NVLink multicast, which not every host lends

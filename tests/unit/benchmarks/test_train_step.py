@@ -126,6 +126,7 @@ def test_ways_to_save_memory_are_measured_against_plain_steps(folder, tmp_path):
     assert found["finished"] and [row["against"] for row in found["summary"]] == ["fsdp2", "offload", "fsdp2+offload"]
     assert [len(row["time"]["pairs"]) for row in found["summary"]] == [1, 1, 1] and len(found["legs"]) == 6
     assert found["arms"]["fsdp2+offload"]["spec"]["fsdp"] == {"param_offload": True}
+    assert str(tmp_path) not in json.dumps(found) and found["arguments"]["out"] == "t.json", "no folder of this machine"
     for plain, other in zip(found["legs"][::2], found["legs"][1::2], strict=True):
         ranks = 2 if "fsdp2" in other["arm"] else 1
         assert plain["arm"] == "plain" and other["ranks"] == ranks
