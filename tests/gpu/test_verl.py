@@ -64,6 +64,7 @@ def launch(folder: Path, model: Path, recipe: str, attention: str, offload: bool
     }  # fmt: skip
     env = os.environ | {name: str(value) for name, value in settings.items()} | {"VLLM_BATCH_INVARIANT": "1"}
     subprocess.run(["bash", str(RECIPES / recipe), *always(folder), *CHOICES[attention]], env=env, check=True, timeout=TIMEOUT, cwd=folder)
+    assert (folder / "out" / "hydra" / ".hydra" / "config.yaml").exists()
     return [json.loads(line)["data"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 

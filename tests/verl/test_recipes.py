@@ -12,8 +12,8 @@ from tests.recipe_commands import ARMS, NAMES, RECIPES, dry_run, environment, ov
 
 # The exact arm's command, byte for byte. A run that goes on from its checkpoints must be started by the same one.
 EXACT_SHA256 = {
-    "nemotron_h": "1ef493ad4d989663329a4c82d7de987a5caa61399839542c1625cd92c7e654bf",
-    "qwen3_dense": "acdeb680a9762d80467fff1bfd4d52f4ed6033108d1b2c1598d539ac71c2a07f",
+    "nemotron_h": "2f8f015ba265b0230201c41db4968b1924274d24955c6ad86e1ae82f46971270",
+    "qwen3_dense": "6bfef17848054b17c0f7fe240ca18899e920b17221fcac25a13459bf983a7b72",
 }
 RENEW = """the exact command of {name}.sh has changed. If that is meant, look at the difference to the commit before
   cd examples/verl_mlite/recipes && env -i PATH="$PATH" HOME=/home/user OUT=/runs/out DRY_RUN=1 bash {name}.sh
@@ -46,7 +46,7 @@ def test_the_arms_share_no_folder(name: str) -> None:
         return [word for word in words(dry_run(name, arm=arm)) if "/runs/out" in word]
 
     exact, baseline = folders("1"), folders("0")
-    assert len(exact) == len(baseline) == 3 and all("/runs/out/" in word for word in exact)
+    assert len(exact) == len(baseline) == 4 and all("/runs/out/" in word for word in exact)
     assert all("/runs/out-baseline/" in word for word in baseline)
 
 
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None
 def test_a_run_in_the_folder_of_another_leaves_its_records_together(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    records = ("command.sh", "train.log", "metrics.jsonl")
+    records = ("command.sh", "hydra", "train.log", "metrics.jsonl")
     for name in records:
         (out / name).write_text("earlier")
     assert recipe("qwen3_dense", OUT=str(out), PYTHON="true").returncode == 0  # a trainer that does nothing

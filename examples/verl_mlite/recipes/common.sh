@@ -60,7 +60,7 @@ common_params() {
   param VAL_FILES "${HOME:-}/data/aime-2024.parquet" "validation prompts"
   param N_GPUS 8 "GPUs of this node; each has a share of the trainer and an engine of its own"
   param STEPS 20 "after which to stop; neither warmup nor decay depends on it"
-  param OUT "$PWD/outputs/$RECIPE" "folder for log, metrics and command, and for checkpoints where trainer.save_freq asks for them"
+  param OUT "$PWD/outputs/$RECIPE" "folder for log, metrics, command and configuration, and for checkpoints where trainer.save_freq asks for them"
   param TRAIN_BATCH 32 "prompts a step, and one update of all of them"
   param SAMPLES 8 "responses a prompt"
   param PROMPT_TOKENS 2048 "longest prompt"
@@ -136,6 +136,7 @@ common_args() {
     trainer.default_local_dir="$(quoted "$OUT/checkpoints")"
     trainer.val_before_train=False
     trainer.use_v1=False
+    hydra.run.dir="$(quoted "$OUT/hydra")" # the configuration as composed; Hydra would make a folder wherever it is called
   )
 }
 
@@ -223,13 +224,13 @@ launch() {
   fi
 }
 
-# A run that starts in the folder of another leaves its command, log and metrics together, not under those of its own.
+# A run that starts in the folder of another leaves its command, configuration, log and metrics together, not under those of its own.
 keep_earlier() {
   [[ -e "$OUT/command.sh" ]] || return 0
   local name earlier
   earlier="$OUT/earlier-$(date -r "$OUT/command.sh" +%Y%m%dT%H%M%S)"
   mkdir -p "$earlier"
-  for name in command.sh train.log metrics.jsonl; do
+  for name in command.sh hydra train.log metrics.jsonl; do
     [[ ! -e "$OUT/$name" ]] || mv "$OUT/$name" "$earlier/"
   done
 }
