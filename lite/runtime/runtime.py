@@ -182,8 +182,6 @@ class Runtime:
         done, norm, zeros = optimizer.step(handle.device)
         if done:
             handle.weights.deploy(optimizer.masters, handle.weights.require() + 1)
-        if self.config.backend_cfg.fsdp.optimizer_offload:  # moments come into being with the first step
-            optimizer.to(torch.device("cpu"))
         return done, norm, zeros
 
     def lr_scheduler_step(self, handle: Handle) -> float:
@@ -232,7 +230,8 @@ class Runtime:
         """Moves parameters, masters with their moments, and gradients."""
         target = torch.device(device)
         if model:
-            handle.module.to(target, non_blocking=True)
+            # FSDP2 may copy a shard within the CPU right after the move, before it has arrived
+            handle.module.to(target, non_blocking=not isinstance(handle.module, FSDPModule))
             handle.device = target
         for p in handle.module.parameters():
             if grad and p.grad is not None:

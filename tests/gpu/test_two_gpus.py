@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+from lite.primitive.ckpt.hf_weights import fingerprint
 from lite.primitive.compare import bits
 from lite.runtime.batch import PackedBatch
 from lite.runtime.config import FsdpConfig, MegatronLiteConfig, OptimizerConfig, RuntimeConfig
@@ -79,7 +80,24 @@ def train(folder: Path, **fsdp: Any) -> dict[str, Any]:
         done, found["norm"], _ = runtime.optimizer_step(handle)
         assert done and handle.weights.bytes_changed > 0
     found |= {"masters": sampled(handle.optimizer.masters), "fingerprint": handle.weights.fingerprint()}
+    tensors = handle.optimizer.tensors()
+    found["moments on"] = {tensor.device.type for name, tensor in tensors.items() if not name.startswith("master")}
+    if not fsdp.get("param_offload"):  # what verl's OFFLOAD does around a rollout
+        runtime.to(handle, "cpu")
+        assert not any(tensor.is_cuda for tensor in handle.optimizer.tensors().values())
+        runtime.to(handle, "cuda")
+    found["masters after a visit to the CPU"] = sampled(handle.optimizer.masters)
     return found | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def fingerprint_of_queued_work(rank: int) -> bool:
+    """Whether it waits for what this rank has queued, on another stream than the default one."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        weight = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]  # cycles: a fifth of a second
+        weight.fill_(rank + 1.0)
+        found = fingerprint([("w", weight)])
+    return found == fingerprint([("w", torch.full((1 << 20,), rank + 1.0))])
 
 
 def follow(rank: int, folder: Path, scratch: str) -> None:
@@ -87,6 +105,7 @@ def follow(rank: int, folder: Path, scratch: str) -> None:
     torch.cuda.set_device(rank)
     store, device = f"file://{scratch}/store", torch.device("cuda", rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", store, rank=rank, world_size=2, device_id=device)
+    torch.save(fingerprint_of_queued_work(rank), f"{scratch}/queued.{rank}")
     for name, fsdp in SETTINGS.items():
         torch.save(train(folder, **fsdp), f"{scratch}/{name}.{rank}")
         torch.cuda.empty_cache()
@@ -104,7 +123,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as scratch:
         mp.spawn(follow, (folder, scratch), nprocs=2)  # type: ignore[attr-defined]
-        for name in SETTINGS:
+        for name in ["queued", *SETTINGS]:
             found[name] = [torch.load(f"{scratch}/{name}.{rank}") for rank in range(2)]
     return found
 
@@ -136,6 +155,17 @@ def test_memory_is_saved_without_a_bit_of_difference(runs, name: str) -> None:
     base, other = runs["sharded"][0], runs[name][0]
     assert same(other["gradient"], base["gradient"])
     assert same(other["masters"], base["masters"]) and other["fingerprint"] == base["fingerprint"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_moments_rest_where_they_were_asked_to_and_a_visit_to_the_cpu_changes_no_bit(runs, name: str) -> None:
+    for rank in runs[name]:
+        assert rank["moments on"] == {"cpu" if "offloaded" in name else "cuda"}
+        assert same(rank["masters after a visit to the CPU"], rank["masters"])
+
+
+def test_a_fingerprint_waits_for_what_its_rank_has_queued(runs) -> None:
+    assert runs["queued"] == [True, True]
 
 
 def test_rounded_gradients_would_pass_the_limit(runs) -> None:

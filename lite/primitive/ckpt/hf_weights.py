@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lite.errors import InputError
 from lite.primitive.ckpt.spec import Part, WeightTable, parts, skip_reason
-from lite.primitive.transfer import arrived
+from lite.primitive.transfer import arrived, stream_of
 
 AT_ONCE, PIECE = 64, 1 << 24  # of a fingerprint: tensors hashed side by side, bytes of one that are on the CPU at a time
 
@@ -104,17 +104,18 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digests: list[tuple[str, bytes]] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing does not hold the interpreter
         while some := list(islice(tensors, AT_ONCE)):  # not all: a sharded model's are gathered for this
-            digests += pool.map(_digest, some)
+            digests += pool.map(_digest, some, [stream_of(tensor) for _, tensor in some])
     return hashlib.sha256(b"".join(digest for _, digest in sorted(digests))).hexdigest()
 
 
-def _digest(item: tuple[str, Tensor]) -> tuple[str, bytes]:
+def _digest(item: tuple[str, Tensor], stream: torch.cuda.Stream | None) -> tuple[str, bytes]:
     name, tensor = item
     found = hashlib.sha256(f"{name} {_dtype(tensor)} {tuple(tensor.shape)}".encode())
-    for piece in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE):
-        here = piece.to("cpu", non_blocking=True)
-        arrived(here.device)
-        found.update(here.numpy().data)
+    with torch.cuda.stream(stream):
+        for piece in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE):
+            here = piece.to("cpu", non_blocking=True)
+            arrived(here.device)
+            found.update(here.numpy().data)
     return name, found.digest()
 
 

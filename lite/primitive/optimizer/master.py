@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class MasterAdamW:
             for name, p in self.parameters.items()
         }
         self.clip_grad = clip_grad
+        self.home: torch.device | None = None  # where moments rest between steps; None: beside their masters
         for p in self.parameters.values():
             p.grad_dtype = torch.float32  # gradients of a bf16 image accumulate in fp32
         matrices = [m for m in self.masters.values() if m.ndim > 1]
@@ -62,7 +63,7 @@ class MasterAdamW:
         if self.clip_grad > 0:
             first = next(iter(grads.values()))
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.clip_grad, torch.tensor(norm, device=first.device))
-        if all(tensor.device.type == device.type for tensor in self.tensors().values()):
+        if all(place.type == device.type for place in (self.home or device, *(t.device for t in self.tensors().values()))):
             for name, grad in grads.items():
                 self.masters[name].grad = grad
             self.adamw.step()
@@ -70,24 +71,27 @@ class MasterAdamW:
             self._step_on(device)
         return True, norm, zeros
 
-    @torch.no_grad()
     def _step_on(self, device: torch.device) -> None:
         """As `adamw.step` does for tensors of that device, one after the other."""
         grads = {self.masters[name]: p.grad for name, p in self.parameters.items() if p.grad is not None}
         for group in self.adamw.param_groups:
-            beta1, beta2 = group["betas"]
             for master in (m for m in group["params"] if m in grads):
-                state = self.adamw.state[master] or self._begin(master, 0)
-                held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], state["step"], grads[master])]
-                m, exp_avg, exp_avg_sq, step, grad = visiting = [t.to(device, non_blocking=True) for t in held]
-                adamw(
-                    [m], [grad], [exp_avg], [exp_avg_sq], [], [step], fused=device.type == "cuda", amsgrad=False, beta1=beta1, beta2=beta2,
-                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                )  # fmt: skip
-                for there, here in zip(held[:4], visiting[:4], strict=True):
-                    if there is not here:
-                        there.copy_(here, non_blocking=True)
+                self._visit(device, group, master, grads[master])
         arrived(torch.device("cpu"))
+
+    @torch.no_grad()
+    def _visit(self, device: torch.device, group: Mapping[str, Any], master: Tensor, grad: Tensor) -> None:
+        state = self.adamw.state[master] or self._begin(master, 0)
+        held = [_local(t) for t in (master, state["exp_avg"], state["exp_avg_sq"], state["step"], grad)]
+        m, exp_avg, exp_avg_sq, step, gradient = visiting = [t.to(device, non_blocking=True) for t in held]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [m], [gradient], [exp_avg], [exp_avg_sq], [], [step], fused=device.type == "cuda", amsgrad=False, beta1=beta1, beta2=beta2,
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+        for there, here in zip(held[:4], visiting[:4], strict=True):
+            if there is not here:
+                there.copy_(here, non_blocking=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments by name, the objects themselves: what a checkpoint holds. What no step has reached has no moments."""
@@ -107,12 +111,15 @@ class MasterAdamW:
             self._begin(self.masters[name], count)
 
     def _begin(self, master: Tensor, step: int) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(float(step), device=master.device), **{key: _zeros_beside(master) for key in MOMENTS}}
+        home = self.home or master.device
+        where: dict[str, Any] = {"device": home, "pin_memory": home.type == "cpu" and (master.is_cuda or _local(master).is_pinned())}
+        state = {"step": torch.tensor(float(step), **where), **{key: torch.zeros_like(master, **where) for key in MOMENTS}}
         self.adamw.state[master] = state
         return state
 
     def to(self, device: torch.device) -> None:
-        """Moves moments, and masters that are the optimizer's own; these stay the same objects."""
+        """Moves moments, and masters that are the optimizer's own; these stay the same objects. Later moments come into being there."""
+        self.home = device
         for master in self.masters.values():
             if master.device != device and not isinstance(master, DTensor):  # a shard moves with its module
                 torch.utils.swap_tensors(master, master.to(device, non_blocking=True))
@@ -127,14 +134,6 @@ class MasterAdamW:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _zeros_beside(master: Tensor) -> Tensor:
-    """Zeros like it, pinned where it is, too."""
-    zeros = torch.zeros_like(_local(master), pin_memory=_local(master).is_pinned())
-    if not isinstance(master, DTensor):
-        return zeros
-    return DTensor.from_local(zeros, master.device_mesh, master.placements, shape=master.shape, stride=master.stride())
 
 
 def _norm_and_zeros(grads: list[Tensor], device: torch.device) -> tuple[float, int]:

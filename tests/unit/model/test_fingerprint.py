@@ -1,6 +1,7 @@
 """The fingerprint of a policy's weights: one number for their bytes, however they are cut up on the way."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -49,9 +50,9 @@ def test_only_some_tensors_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch
     digest = hf_weights._digest
     done: list[str] = []
 
-    def counted(item: tuple[str, Tensor]) -> tuple[str, bytes]:
+    def counted(item: tuple[str, Tensor], stream: torch.cuda.Stream | None) -> tuple[str, bytes]:
         done.append(item[0])
-        return digest(item)
+        return digest(item, stream)
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
         for i in range(10):
@@ -62,3 +63,13 @@ def test_only_some_tensors_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hf_weights, "_digest", counted)
     fingerprint(gathered())
     assert max(asked) < 3 and len(done) == 10
+
+
+def test_the_calling_threads_streams_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's GPU is the first and its stream the default one, on which nothing of rank 1 is queued. On GPUs: test_two_gpus.py."""
+    asked: list[int] = []
+    given: list[object] = []
+    monkeypatch.setattr(hf_weights, "stream_of", lambda tensor: (asked.append(threading.get_ident()), tensor.shape)[1])
+    monkeypatch.setattr(hf_weights, "_digest", lambda item, stream: (given.append(stream == item[1].shape), (item[0], b""))[1])
+    fingerprint(weights().items())
+    assert set(asked) == {threading.get_ident()} and given == [True] * len(weights())
