@@ -86,7 +86,7 @@ def write_data(folder: Path) -> None:
 
 
 def train_ppo(data: Path, policy: Path, dtype: str, *overrides: str, ranks: int = 1, steps: int = 3, **environment: str) -> list[Metrics]:
-    """GRPO on `embedded`, in exact mode. -> the metrics of each step."""
+    """GRPO on `embedded`, in exact mode unless said otherwise. -> the metrics of each step."""
     with tempfile.TemporaryDirectory(prefix="mv", dir="/tmp") as ray:  # Ray's sockets live in it: their paths may have 107 characters
         return _run(
             [sys.executable, "-m", "verl.trainer.main_ppo"],
@@ -102,8 +102,7 @@ def train_ppo(data: Path, policy: Path, dtype: str, *overrides: str, ranks: int 
             f"+ray_kwargs.ray_init.num_gpus={ranks}",
             f"+ray_kwargs.ray_init._temp_dir={ray}",
             *overrides,
-            MLITE_EXACT="1",
-            **environment,
+            **{"MLITE_EXACT": "1"} | environment,
         )
 
 

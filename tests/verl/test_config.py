@@ -12,7 +12,8 @@ from verl.trainer import config as verl_config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreEngineConfig, RolloutConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl_mlite.engine import MliteEngine, optimizer_config
+from verl_mlite.configs import optimizer_config
+from verl_mlite.engine import MliteEngine
 from verl_mlite.engine_config import MliteEngineConfig
 
 from lite.errors import InputError
@@ -84,12 +85,36 @@ def test_the_reference_has_the_actors_parallel_sizes_and_never_trains() -> None:
     [
         ("+%s.recompte=full", "recompte"),
         ("+%s.impl_cfg.recompte=full", "engine.impl_cfg.recompte: is not a known key; did you mean 'recompute'"),
+        ("+%s.router_replay.mod=R3", "engine.router_replay.mod: is not a known key; did you mean 'mode'"),
+        ("%s.impl_cfg=null", "engine.impl_cfg: is None; give {} or some of use_thd"),
     ],
 )
 def test_a_misspelt_engine_key_fails_by_name(key: str, said: str) -> None:
     config = composed([*PPO, key % ENGINE])
     with pytest.raises(InstantiationException, match=said):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_a_replay_may_be_asked_for_as_verls_own_engines_are_asked() -> None:
+    engine = omega_conf_to_dataclass(composed([*PPO, f"+{ENGINE}.router_replay.mode=R3"]).actor_rollout_ref.actor).engine
+    assert engine.replays_routes and not omega_conf_to_dataclass(composed(PPO).actor_rollout_ref.actor).engine.replays_routes
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p: is 0.9 in exact mode; set it to 1"),
+        ("actor_rollout_ref.rollout.top_k=5", "actor_rollout_ref.rollout.top_k: is 5 in exact mode; set it to -1"),
+        ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.bypass_mode: is True in exact mode; set it to False"),
+    ],
+)
+def test_exact_mode_refuses_such_a_rollout_without_preflight(override: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By main_ppo alone: the driver and every worker build the engine's configuration, which has these from the rollout's."""
+    config = composed([*PPO, override])
+    omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    monkeypatch.setenv("MLITE_EXACT", "1")
+    assert refused(omega_conf_to_dataclass, config.actor_rollout_ref.actor) == said
+    omega_conf_to_dataclass(composed(PPO).actor_rollout_ref.actor)
 
 
 # The public DeepSeek-V4 recipe (verl#7688): every key of its engine, in the way it is given there.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreOptimizerConfig
 from verl.workers.engine.base import EngineRegistry
@@ -48,7 +49,7 @@ def engine(contents: tuple[str, ...] = ("model", "optimizer", "extra"), lora: in
         model,
         MliteEngineConfig(dtype="float32", **config),
         None if config.get("forward_only") else McoreOptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0),
-        SimpleNamespace(save_contents=list(contents)),
+        CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
     )
     made.initialize()
     return made

@@ -30,11 +30,14 @@ def test_every_logprob_is_the_rollouts_after_every_update(data, policy, trainer,
         assert {name: step[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0)
         assert_not_vacuous(step)
     assert len({step["actor/mlite/synced_fingerprint"] for step in steps}) == 3  # each batch was sampled from another policy
+    assert all(step["actor/mlite/rollout_fingerprint"] == step["actor/mlite/synced_fingerprint"] for step in steps)
+    assert all(step["actor/mlite/handshake"] == 1 for step in steps)
 
 
 def test_weights_that_were_not_synced_are_found_by_both_counts(data, policy):
+    """Not in exact mode, which ends such a run: no rollout answers for the policy (test_worker.py)."""
     fresh, stale = train_ppo(
-        data, policy("qwen3", "float32"), "float32", "trainer.use_v1=False", steps=2, MLITE_TEST_SKIP_SYNC_AFTER="0"
+        data, policy("qwen3", "float32"), "float32", "trainer.use_v1=False", steps=2, MLITE_TEST_SKIP_SYNC_AFTER="0", MLITE_EXACT="0"
     )  # fmt: skip
     assert (fresh["actor/mlite/old_mismatch"], fresh["actor/mlite/actor_mismatch"]) == (0, 0)
     for step in (fresh, stale):

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,7 +82,9 @@ class Job:
 
     def __init__(self, extension: type, family: str):
         runtime, handle = trainer(checkpoint(family, "bf16"))
-        sent = list(MliteEngine._exported(SimpleNamespace(runtime=runtime, handle=handle, synced_version=handle.weights.require())))
+        self.answers = tempfile.TemporaryDirectory()
+        trained = SimpleNamespace(runtime=runtime, handle=handle, synced_version=handle.weights.require(), answers=self.answers)
+        sent = list(MliteEngine._exported(trained))
         self.facts = json.loads(bytes(sent[0][1].tolist()))
         self.tensors = [(name, tensor.clone()) for name, tensor in sent[1:]]
         self.model = FakeModel(self.tensors, Mapper(**MAPPERS[family]))
@@ -128,6 +131,21 @@ def test_one_line_says_what_the_worker_holds_and_the_first_what_it_is(job: Job, 
     first, second = (record.getMessage() for record in caplog.records)
     said = f"vLLM holds policy version {job.facts['version']}, fingerprint {job.facts['fingerprint']}"
     assert second == said and first == f"{said}, handshake {json.dumps(HANDSHAKE, sort_keys=True)}"
+
+
+def test_the_trainer_reads_what_the_worker_holds_and_what_it_is(job: Job) -> None:
+    """Each sync overwrites the answer to the one before; a worker that refuses leaves it, and the trainer does not take it for this one."""
+    trainer = SimpleNamespace(answers=job.answers, synced_version=job.facts["version"], synced_fingerprint=job.facts["fingerprint"])
+    with pytest.raises(InputError, match="the rollout answered nothing to policy version 0; set engine_kwargs.vllm.worker_extension_cls"):
+        MliteEngine._answer(trainer)
+    for _ in range(2):
+        job.sync()
+        held = {"version": job.facts["version"], "fingerprint": job.facts["fingerprint"]}
+        assert MliteEngine._answer(trainer) == held | {"handshake": HANDSHAKE}
+    job.refusal(job.tensors[1:], job.facts | {"version": 1})
+    trainer.synced_version = 1
+    with pytest.raises(InputError, match="answered {'version': 0, .* to policy version 1; "):
+        MliteEngine._answer(trainer)
 
 
 def test_a_missing_tensor_is_named(job: Job) -> None:

@@ -1,6 +1,6 @@
 """What verl's diagnostics cannot say: how many logprobs differ in a byte, over how many tokens, and whether samples were distinct."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch.distributed as dist
@@ -14,29 +14,28 @@ from verl_mlite.batches import response_lengths
 
 
 class Agreement:
-    """Counts of one policy, until `take` hands them to the next step's metrics. Every rank counts its own part and has the sums.
+    """Counts of one policy, added up until `take` hands them to the next step's metrics. Every rank counts its own part and has the sums.
 
     verl drops what a scoring pass reports, so its counts go out with the update that follows.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def score(self, log_probs: Tensor, data: TensorDict) -> None:
         """Old logprobs (nested [B, j]) against the rollout's, and the groups' samples. Collective. Nothing where the batch holds no
         rollout_log_probs: then nothing is compared, and no count is reported."""
-        self.counts |= _compared("old", log_probs, data)
-        if self.counts:
+        if counts := _compared("old", log_probs, data):
             groups, collapsed = _groups(data)
-            self.counts |= {"groups": groups, "collapsed_groups": collapsed}
+            self.counts.update(counts | {"groups": groups, "collapsed_groups": collapsed})
 
     def actor(self, log_probs: Tensor, data: TensorDict) -> None:
         """The same of the forward that training differentiates, where the weights are still those of the rollout. Collective."""
-        self.counts |= _compared("actor", log_probs, data)
+        self.counts.update(_compared("actor", log_probs, data))
 
     def take(self) -> dict[str, list[int]]:
         """Metric name -> one value, as verl's train metrics want them."""
-        counts, self.counts = self.counts, {}
+        counts, self.counts = self.counts, Counter()
         return {f"mlite/{name}": [count] for name, count in counts.items()}
 
 

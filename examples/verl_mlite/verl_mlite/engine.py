@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,22 @@ from verl.workers.engine.utils import enable_full_determinism, postprocess_batch
 
 from lite.errors import InputError
 from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
-from lite.runtime.config import FsdpConfig, MegatronLiteConfig, OptimizerConfig, RuntimeConfig
+from lite.runtime.config import FsdpConfig, MegatronLiteConfig, RuntimeConfig
 from lite.runtime.rollout.vllm_weights import weight_rows
 from lite.runtime.runtime import Handle, Runtime, StepContext
 from verl_mlite.agreement import Agreement
 from verl_mlite.batches import jagged, pack
+from verl_mlite.configs import TRAINER_STATE, check_checkpoint, optimizer_config
 
 logger = logging.getLogger("verl_mlite")
 
 SYNC = "mlite.sync"
 """Name of the first tensor of an exact weight sync: JSON as bytes, see `MliteEngine.get_per_tensor_param`."""
 
-TRAINER_STATE = {"model", "optimizer", "extra"}  # one checkpoint holds all three
+ANSWER = "answer.json"  # what the rollout writes when it holds the policy of a sync
+
+def _first_48_bits(fingerprint: str) -> int:
+    return int(fingerprint[:12], 16)  # a double holds them, and the mean over ranks
 
 
 class EngineContext(BaseEngineCtx):
@@ -55,12 +60,14 @@ class MliteEngine(BaseEngine):
         self.mode: str | None = None
         self.agreement = Agreement()
         self.synced_version: int | None = None  # of the weights that the rollout holds
-        self.synced_fingerprint: str | None = None  # which its workers have, or the run has ended (exact mode)
+        self.synced_fingerprint: str | None = None  # its own of that policy (exact mode)
+        self.answers = tempfile.TemporaryDirectory(prefix="mlite-")  # of the rollout, which runs on this node
         self.saved: list[Path] = []
         if model_config.get("lora_rank", 0) or (model_config.get("lora") or {}).get("rank", 0):
             raise InputError("model.lora", "adapters are not built", "train all weights: set its rank to 0")
         if model_config.mtp.enable:
             raise InputError("model.mtp.enable", "multi-token prediction is not built", "set it to False")
+        check_checkpoint(checkpoint_config)
 
     def initialize(self) -> None:
         e, device = self.engine_config, get_device_name()
@@ -152,12 +159,27 @@ class MliteEngine(BaseEngine):
         outputs = super().train_batch(data, loss_function)
         outputs["metrics"] |= self.agreement.take() | {"mlite/deployed_bytes_changed": [self.handle.weights.bytes_changed]}
         if self.synced_fingerprint is not None:
-            outputs["metrics"]["mlite/synced_fingerprint"] = [int(self.synced_fingerprint[:12], 16)]
+            found = self._answer()["fingerprint"]
+            outputs["metrics"] |= {
+                "mlite/synced_fingerprint": [_first_48_bits(self.synced_fingerprint)],
+                "mlite/rollout_fingerprint": [_first_48_bits(found)],
+                "mlite/handshake": [1],
+            }
         return outputs
+
+    def _answer(self) -> dict[str, Any]:
+        """What the rollout said of the latest sync: {"version", "fingerprint", "handshake"}."""
+        path = Path(self.answers.name) / ANSWER
+        answer = json.loads(path.read_text()) if path.exists() else {}
+        if (answer.get("version"), answer.get("fingerprint")) != (self.synced_version, self.synced_fingerprint):
+            what = f"the rollout answered {answer or 'nothing'} to policy version {self.synced_version}"
+            raise InputError("weight sync", what, "set engine_kwargs.vllm.worker_extension_cls as the recipes do")
+        return answer
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Every tensor by its Hugging Face name, whole on every rank. In exact mode (MLITE_EXACT=1) `SYNC` comes first: what
-        `verl_mlite.worker` checks, before it lets the engine go on, that vLLM now holds: {"version", "fingerprint", "rows"}."""
+        `verl_mlite.worker` checks, before it lets the engine go on, that vLLM now holds, and the file where it says so: {"version",
+        "fingerprint", "rows", "answer"}."""
         if self.is_param_offload_enabled:
             self.to(get_device_name(), optimizer=False, grad=False)
         self.synced_version = self.handle.weights.require()
@@ -166,7 +188,10 @@ class MliteEngine(BaseEngine):
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         if os.environ.get("MLITE_EXACT") == "1":
             self.synced_fingerprint = self.handle.weights.fingerprint()
-            facts = {"version": self.synced_version, "fingerprint": self.synced_fingerprint, "rows": weight_rows(self.handle.bundle)}
+            facts = {
+                "version": self.synced_version, "fingerprint": self.synced_fingerprint, "rows": weight_rows(self.handle.bundle),
+                "answer": str(Path(self.answers.name) / ANSWER),
+            }  # fmt: skip
             yield SYNC, torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(self.handle.device)
         yield from self.runtime.export_weights(self.handle)
 
@@ -192,9 +217,7 @@ class MliteEngine(BaseEngine):
         contents, folder = set(self.checkpoint_config.save_contents), Path(local_path)
         if hdfs_path is not None:
             raise InputError("default_hdfs_dir", "is not built", "leave it null and copy the folder")
-        if state := contents & TRAINER_STATE:
-            if state != TRAINER_STATE:
-                raise InputError("checkpoint.save_contents", f"holds {sorted(state)}", f"name all of {sorted(TRAINER_STATE)}, or none")
+        if contents & TRAINER_STATE:
             if dist.get_rank() == 0 and folder.exists():  # of a run that was taken up before it, as verl's own engines overwrite it
                 shutil.rmtree(folder)
             dist.barrier()
@@ -231,25 +254,8 @@ def kernels(config: Any, device: str) -> Ops:
     return vllm_ops(config.attention_backend_override or "FLASH_ATTN")
 
 
-def optimizer_config(c: Any) -> OptimizerConfig:
-    """verl's McoreOptimizerConfig. A warmup of -1 steps is a share of all steps, which the trainer has counted by now."""
-    warmup = c.lr_warmup_steps
-    if warmup is None or warmup < 0:
-        warmup = int(c.lr_warmup_steps_ratio * max(c.total_training_steps, 0))
-    decay = c.lr_decay_steps or (c.total_training_steps if c.total_training_steps > 0 else None)
-    extra = dict(c.override_optimizer_config or {})
-    if extra:
-        raise InputError("optim.override_optimizer_config", f"{extra} is not built", "leave it empty")
-    return OptimizerConfig(
-        optimizer=c.optimizer,
-        lr=c.lr,
-        min_lr=c.min_lr,
-        weight_decay=c.weight_decay,
-        clip_grad=c.clip_grad,
-        adam_beta1=c.betas[0],
-        adam_beta2=c.betas[1],
-        lr_warmup_init=c.lr_warmup_init,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=c.lr_decay_style,
-    )
+def write_answer(path: Path, answer: dict[str, Any]) -> None:
+    """The rollout's side of `MliteEngine._answer`: whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(answer))
+    part.replace(path)

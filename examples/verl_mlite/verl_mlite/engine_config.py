@@ -1,9 +1,12 @@
 """The engine's configuration as verl builds it, in the driver and in each worker; importing this module registers the engine."""
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.workers.config import EngineConfig
+from verl.workers.config.engine import EngineRouterReplayConfig
 
 from lite.errors import InputError, nearest
 from lite.model.registry import family
@@ -13,6 +16,12 @@ ATTENTION = (None, "FLASH_ATTN", "TRITON_ATTN")
 REPLAY = ("disabled", "R3")
 IMPL_CFG = {"use_thd": True, "use_deepep": False, "optimizer": "fsdp2", "recompute": None}
 """Keys of impl_cfg and their defaults."""
+EXACT_ROLLOUT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "top_p": ((1,), "actor_rollout_ref.rollout.top_p"),
+    "top_k": ((-1, 0), "actor_rollout_ref.rollout.top_k"),
+    "bypass_mode": ((False,), "algorithm.rollout_correction.bypass_mode"),
+}
+"""Keys of exact_rollout, the values they may have, and where they come from."""
 
 
 @dataclass
@@ -27,11 +36,15 @@ class MliteEngineConfig(EngineConfig):
     cross_entropy_fusion        true: logits never stay in memory; it is the only way here
     impl_cfg                    use_thd (packed rows, always), recompute (null or full: layers run again in backward), optimizer (fsdp2)
     grad_offload                gradients go with the parameters (param_offload)
+    exact_rollout               what the configuration says of the rollout, and exact mode refuses: sampling that cuts tokens off, or
+                                logprobs that the trainer takes over unseen
     load_hf_weights, resync_format, resync_config, export_dtype
                                 weights come from and go as the checkpoint has them; quantized formats are not built
 
     dtype float32 is for CPUs. What is not built is refused by name: `InputError`, when the configuration is built.
     """
+
+    _mutable_fields = EngineConfig._mutable_fields | {"router_replay"}
 
     strategy: str = "mlite"
     impl: str = "lite"
@@ -51,9 +64,14 @@ class MliteEngineConfig(EngineConfig):
     router_replay_mode: str = "disabled"
     cross_entropy_fusion: bool = True
     impl_cfg: dict[str, Any] = field(default_factory=dict)
+    exact_rollout: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.impl_cfg, Mapping):
+            raise InputError("engine.impl_cfg", f"is {self.impl_cfg!r}", f"give {{}} or some of {', '.join(IMPL_CFG)}")
+        if not isinstance(self.router_replay, EngineRouterReplayConfig):
+            self.router_replay = router_replay(self.router_replay)
         if self.strategy != "mlite":
             raise InputError("engine.strategy", f"is {self.strategy!r}", "leave it at mlite")
         for key in self.impl_cfg:
@@ -81,6 +99,10 @@ class MliteEngineConfig(EngineConfig):
                 raise InputError(f"engine.{where}", f"{value!r} is not built", f"choose from {', '.join(map(str, built))}")
         if self.model_name != "auto":
             family(self.model_name)
+        if os.environ.get("MLITE_EXACT") == "1":
+            for key, (wanted, where) in EXACT_ROLLOUT.items():
+                if (found := self.exact_rollout.get(key, wanted[0])) not in wanted:
+                    raise InputError(where, f"is {found!r} in exact mode", f"set it to {wanted[0]}")
         if self.resync_config:
             raise InputError("engine.resync_config", f"{dict(self.resync_config)} is not built", "leave it empty")
 
@@ -91,6 +113,17 @@ class MliteEngineConfig(EngineConfig):
     @property
     def recompute(self) -> bool:
         return self.impl_cfg.get("recompute") == "full"
+
+
+def router_replay(given: Mapping[str, Any]) -> EngineRouterReplayConfig:
+    """The group as Hydra has it where a recipe adds it: verl's engine groups build theirs by a `_target_`."""
+    known = [key.name for key in fields(EngineRouterReplayConfig) if key.name != "_target_"]
+    for key in given:
+        if key not in known:
+            raise InputError(f"engine.router_replay.{key}", "is not a known key", nearest(key, known))
+    if (mode := given.get("mode", "disabled")) not in REPLAY:
+        raise InputError("engine.router_replay.mode", f"{mode!r} is not built", f"choose from {', '.join(REPLAY)}")
+    return EngineRouterReplayConfig(**given)
 
 
 from verl_mlite import engine as _registers_itself  # noqa: E402, F401

@@ -222,7 +222,8 @@ def check_data(job: Job) -> list[str]:
 
 
 def check_engine(job: Job) -> list[str]:
-    """Builds the actor's configuration as the driver and each worker do. The last check: it imports verl, which takes seconds."""
+    """Builds the configurations of the actor and of the reference policy's engine as the driver and each worker do. The last check: it imports verl, which takes
+    seconds."""
     from verl.utils.config import omega_conf_to_dataclass
 
     if job.exact:
@@ -242,15 +243,17 @@ def check_engine(job: Job) -> list[str]:
     try:
         actor = omega_conf_to_dataclass(job.config.actor_rollout_ref.actor)
         if job.exact:
-            from verl_mlite.engine import optimizer_config
+            from verl_mlite.configs import check_checkpoint, optimizer_config
 
+            omega_conf_to_dataclass(job.config.actor_rollout_ref.ref.engine)
             optimizer_config(actor.optim)
+            check_checkpoint(actor.checkpoint)
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, InputError):
             cause = cause.__cause__
         raise cause or InputError("actor_rollout_ref.actor", str(error), "correct it") from None
-    return ["actor_rollout_ref.actor: its configuration is built"]
+    return ["actor_rollout_ref: the trainer's configuration is built"]
 
 
 CHECKS: tuple[Callable[[Job], list[str]], ...] = (

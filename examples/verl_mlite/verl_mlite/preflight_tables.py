@@ -9,6 +9,7 @@ ENGINES = ("actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine")
 ONE_GPU = "set it to 1: an engine on one GPU is what was verified"
 DECODE_GRAPHS = "set compilation_config={mode:0,cudagraph_mode:FULL_DECODE_ONLY,custom_ops:[all]}"
 NO_ADAPTER = "set it to 0: all weights are trained"
+NO_REPLAY = "leave it off: routers agree by themselves here, and a replay would hide it where they do not"
 BF16 = "set it to bfloat16, which alone was verified"
 CUTS = "the trainer counts every token: vLLM must not cut any off"
 
@@ -23,6 +24,11 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{ROLLOUT}.enable_prefix_caching", (False,), "set it to False: a cached prefix was computed in another batch"),
     (f"{ROLLOUT}.dtype", ("bfloat16",), BF16),
     (f"{ENGINES[0]}.dtype", ("bfloat16",), BF16),
+    (f"{ENGINES[0]}.router_replay_mode", ("disabled",), NO_REPLAY),
+    (f"{ENGINES[0]}.router_replay.mode", ("disabled", None), NO_REPLAY),
+    (f"{ROLLOUT}.enable_rollout_routing_replay", (False,), NO_REPLAY),
+    ("actor_rollout_ref.actor.calculate_sum_pi_squared", (False,), "set it to False: it is not built"),
+    ("trainer.default_hdfs_dir", (None,), "leave it null and copy the folder: it is not built"),
     (f"{ROLLOUT}.quantization", (None,), "leave it null: the trainer has no quantized weights"),
     (f"{ROLLOUT}.tensor_model_parallel_size", (1,), ONE_GPU),
     (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), ONE_GPU),

@@ -8,6 +8,7 @@ import logging
 import os
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from lite import vllm_plugin
 from lite.errors import InputError
 from lite.primitive.ckpt.hf_weights import fingerprint
 from lite.runtime.rollout.vllm_weights import held
-from verl_mlite.engine import SYNC
+from verl_mlite.engine import SYNC, write_answer
 
 logger = logging.getLogger("verl_mlite")
 logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
@@ -62,6 +63,8 @@ class ExactWorkerExtension(vLLMColocateWorkerExtension):
             self.mlite_handshake = _handshake(self)
             said = f", handshake {json.dumps(self.mlite_handshake, sort_keys=True)}"
         self.mlite_policy_version = version
+        answer = {"version": version, "fingerprint": digest, "handshake": self.mlite_handshake}
+        write_answer(Path(sync.facts["answer"]), answer)
         logger.info("vLLM holds policy version %d, fingerprint %s%s", version, digest, said)
 
 

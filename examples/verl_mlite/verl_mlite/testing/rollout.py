@@ -80,7 +80,7 @@ class EmbeddedServer:
 
     async def update_weights(self, tensors: list[tuple[str, Tensor]], global_steps: int | None) -> None:
         """A sync in exact mode begins with what the trainer's weights are; the engine must then hold the same bytes."""
-        from verl_mlite.engine import SYNC
+        from verl_mlite.engine import SYNC, write_answer
 
         facts = json.loads(bytes(tensors.pop(0)[1].tolist())) if tensors[0][0] == SYNC else None
         if facts is None and os.environ.get("MLITE_EXACT") == "1":
@@ -92,6 +92,9 @@ class EmbeddedServer:
                 raise InputError(
                     "weight sync", f"version {facts['version']}: the engine holds other bytes than the trainer", "do not train on"
                 )
+        if facts:
+            held = {"version": facts["version"], "fingerprint": self.engine.fingerprint()}
+            write_answer(Path(facts["answer"]), held | {"handshake": {"engine": "embedded"}})
         self.global_steps = global_steps
 
     async def sleep(self) -> None:
