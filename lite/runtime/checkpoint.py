@@ -21,6 +21,7 @@ from torch import Tensor
 from lite.errors import InputError
 
 STATE, STEP, PARTIAL = "state.json", "step-", ".partial"
+START_AGAIN = "no earlier one is there to go on from: start again"
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
@@ -71,7 +72,7 @@ def latest(root: Path) -> Path | None:
 def way_back(folder: Path) -> str:
     """What to do about a damaged checkpoint: readers take the latest that is there."""
     before = [path.name for path in whole(folder.parent) if path.name < folder.name]
-    return f"move it away or delete it to go on from {before[-1]}" if before else "no earlier one is there to go on from: start again"
+    return f"move it away or delete it to go on from {before[-1]}" if before else START_AGAIN
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Configuration. A key that is not known is an error that names the nearest valid one; nothing is dropped silently."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -49,6 +50,9 @@ class OptimizerConfig:
         if not 0 < self.lr < 1e6:
             fix = "choose one above 0 and below 1e6 (or no optimizer, to score only)"
             raise InputError("OptimizerConfig.lr", f"{self.lr} is no learning rate", fix)
+        for key, below in (("adam_beta1", 1), ("adam_beta2", 1), ("weight_decay", math.inf), ("min_lr", math.inf), ("adam_eps", math.inf)):
+            if not 0 <= getattr(self, key) < below:
+                raise InputError(f"OptimizerConfig.{key}", f"is {getattr(self, key)}", f"give 0 or more, below {below}")
 
 
 @dataclass(frozen=True)

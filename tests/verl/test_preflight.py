@@ -16,9 +16,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from safetensors.torch import save_file
 from verl_mlite import preflight as subject
 from verl_mlite.preflight import CHECKS, Job, checked, composed, preflight
-from verl_mlite.preflight_tables import SETTINGS, WORKER
+from verl_mlite.preflight_tables import SETTINGS, SETTINGS_OF_BOTH, WORKER
 
 from lite.errors import InputError
+from lite.model.registry import family
+from lite.primitive.ckpt.spec import parts
 from tests.checkpoints import hf_config
 from tests.recipe_commands import overrides
 
@@ -31,10 +33,14 @@ GONE = object()
 
 
 def model_folder(folder: Path, **config: Any) -> Path:
+    """Right in its tensors' names."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
-    (folder / "tokenizer.json").touch()
+    kind = family(config["model_type"]) if config["model_type"] in RECIPE else None
+    model = kind.build_model_config(config) if kind else None
+    names = [part.hf for part in parts(kind.WEIGHTS, model, model.layers)] if kind else ["w"]
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
@@ -58,8 +64,12 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "qwen3"):
         self.patch, self.family, self.data = monkeypatch, family, folder / "train.parquet"
         self.model = model_folder(folder / "model", **hf_config(family))
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1"]}), self.data)
+        self.write_data()
         self.has(vllm="0.26.0", plugin="lite.vllm_plugin:register")
+
+    def write_data(self, rows: int = 32, without: str = "") -> None:
+        columns = {"prompt": ["1 + 1"] * rows, "data_source": ["x"] * rows, "reward_model": ["2"] * rows}
+        pyarrow.parquet.write_table(pyarrow.table({name: column for name, column in columns.items() if name != without}), self.data)
 
     def has(self, vllm: str | None = None, plugin: str | None = None, missing: str | None = None) -> None:
         if vllm:
@@ -156,22 +166,44 @@ PLANTED = [
     (f"{VLLM}.kv_cache_dtype", "fp8", "was not verified"),
     (f"{ENGINE}.cross_entropy_fuson", True, "is not a known key; did you mean 'cross_entropy_fusion'?"),
     ("actor_rollout_ref.ref.engine.tpp", 2, "is not a known key; did you mean"),
-    (f"{FORWARDED}.MLITE_EXACT", "0", "is 0, 1 here; add "),
+    (f"{FORWARDED}.MLITE_EXACT", "0", f"is 0, 1 here; set {FORWARDED}.MLITE_EXACT='\"1\"'"),
     (f"{FORWARDED}.MLITE_EXACT", GONE, f"is 0, 1 here; add +{FORWARDED}.MLITE_EXACT='\"1\"'"),
-    (f"{FORWARDED}.VLLM_BATCH_INVARIANT", "0", "is 0, 1 here; add "),
+    (f"{FORWARDED}.VLLM_BATCH_INVARIANT", "0", "is 0, 1 here; set "),
     ("data.val_files", ["/none.parquet"], "/none.parquet is no file; correct the path"),
-    (f"{ACTOR}.loss_agg_mode", "token-median", ""),
+    (f"{VLLM}.gpu_memory_utilization", 7, "was not verified, and wins over verl's own key; leave it out"),
+    (f"{VLLM}.compilation_config.pass_config", {"fuse_norm_quant": True}, "was not verified; leave it out"),
+    (f"{ROLLOUT}.load_format", "bogus", "is 'bogus'; choose dummy"),
+    ("trainer.resume_mode", "bogus", "is 'bogus'; choose auto, disable or resume_path"),
+    ("trainer.logger", ["consol"], "is 'consol'; did you mean 'console'?"),
+    (f"{ACTOR}.policy_loss.loss_mode", "vanila", "is 'vanila'; did you mean 'vanilla'?"),
+    (f"{ACTOR}.ppo_max_token_len_per_gpu", 20, "is 20, of prompts and responses of up to 10240 tokens together; give at least as many"),
+    (f"{ROLLOUT}.max_model_len", 100, "is 100, of prompts and responses of up to 10240 tokens"),
+    ("reward.custom_reward_function.path", "/nope.py", "/nope.py is no file; correct the path"),
+    ("data.train_files", 5, "is 5; name a file of prompts, or several"),
+    ("data.train_files", [5], "is [5]; name a file"),
+    ("data.train_batch_size", 64, "is 64, of 32 prompts in data.train_files; give at most as many"),
 ]
 
 
 @pytest.mark.parametrize(("key", "value", "says"), PLANTED)
 def test_what_would_void_the_run_is_refused_with_where_and_what_to_do(machine: Machine, key: str, value: Any, says: str) -> None:
-    where = ACTOR if key.endswith("loss_agg_mode") else key  # verl refuses it, and says no key
-    assert machine.refusal({key: value}).startswith(f"{where}: {says}")
+    assert machine.refusal({key: value}).startswith(f"{key}: {says}")
+
+
+@pytest.mark.parametrize(("key", "value"), [(f"{ACTOR}.loss_agg_mode", "token-median"), (f"{ROLLOUT}.mode", "sync")])
+def test_what_verl_itself_refuses_is_said_in_its_words(machine: Machine, key: str, value: str) -> None:
+    said = machine.refusal({key: value})
+    assert said.startswith("actor_rollout_ref: ") and key.rpartition(".")[2] in said.lower().replace("rollout ", "")
 
 
 def test_every_setting_is_planted() -> None:
-    assert {key for key, *_ in SETTINGS} <= {key for key, *_ in PLANTED}
+    assert {key for key, *_ in (*SETTINGS, *SETTINGS_OF_BOTH)} <= {key for key, *_ in PLANTED}
+
+
+def test_a_run_that_goes_on_from_nowhere_is_refused(machine: Machine, tmp_path: Path) -> None:
+    for start in (None, "/nope/global_step_3", str(tmp_path)):
+        said = machine.refusal({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": start})
+        assert said.startswith(f"trainer.resume_from_path: is {start!r}; give the folder .../global_step_N")
 
 
 def test_another_temperature_needs_other_logprobs(machine: Machine) -> None:
@@ -209,6 +241,8 @@ def test_what_the_engine_itself_refuses_is_said_in_its_words(machine: Machine, k
         (f"{ENGINE}.attention_backend=X", f"{ENGINE}.attention_backend: {NO_KEY}'attention_backend_override'?"),
         ("actor_rollout_ref.actor.enigne.tp=1", f"actor_rollout_ref.actor.enigne.tp: {NO_KEY}'engine'?"),
         (f"~{ENGINE}.grad_ofload", f"{ENGINE}.grad_ofload: {NO_KEY}'grad_offload'?"),
+        ("+trainer.save_frequency=1", "trainer.save_frequency: is not a key of verl's configuration, and + adds it without effect; did you mean 'save_freq'?"),
+        ("+trainer.total_training_step=3", "trainer.total_training_step: is not a key of verl's configuration, and + adds it without"),
         (f"+{ENGINE}.tp=1", f"overrides: Could not append to config. An item is already at '{ENGINE}.tp'."),
         ("model_engine=mlit", "overrides: In 'ppo_trainer': Could not find 'model_engine/mlit'"),
     ],
@@ -259,7 +293,8 @@ def test_a_hybrid_whose_states_are_not_fp32_is_refused(hybrid: Machine) -> None:
 NUMBERS = {
     f"{ROLLOUT}.max_num_seqs": 0, "trainer.total_training_steps": 2.5, "data.seed": "abc",
     "data.train_batch_size": "abc", f"{ACTOR}.optim.lr": "big", f"{ROLLOUT}.n": 1, f"{ROLLOUT}.temperature": 0,
-    f"{ROLLOUT}.gpu_memory_utilization": 5, "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
+    f"{ROLLOUT}.seed": "abc", f"{ROLLOUT}.max_num_batched_tokens": -1, f"{ACTOR}.ppo_epochs": 0, f"{ACTOR}.clip_ratio_low": -1,
+    f"{ACTOR}.clip_ratio_high": "abc", "trainer.save_freq": "abc", f"{ROLLOUT}.gpu_memory_utilization": 5, "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
 }  # fmt: skip
 
 
@@ -277,7 +312,9 @@ def test_an_estimator_that_is_unknown_or_needs_a_critic_is_refused(machine: Mach
 def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(machine: Machine) -> None:
     (machine.model / "tokenizer.json").unlink()
     assert "holds no tokenizer" in machine.refusal()
-    (machine.model / "tokenizer.json").touch()
+    (machine.model / "tokenizer.json").write_text("{")
+    assert "tokenizer.json: is not JSON" in machine.refusal()
+    (machine.model / "tokenizer.json").write_text("{}")
     whole = machine.data.read_bytes()
     for broken in (b"x", b"PAR1", whole[: len(whole) // 2]):
         machine.data.write_bytes(broken)
@@ -288,11 +325,22 @@ def test_data_that_are_not_named_or_that_verl_does_not_read_are_refused(machine:
     assert machine.refusal({"data.val_files": None}) == "data.val_files: is not set; name a file of prompts"
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1 + 1"]}), machine.data)
     assert "has no column 'prompt'; add it" in machine.refusal()
+    for column in ("data_source", "reward_model"):
+        machine.write_data(without=column)
+        assert f"has no column {column!r}; add it: verl's reward managers read it" in machine.refusal()
+    machine.write_data(rows=0)
+    assert "has no rows; give a file of prompts" in machine.refusal()
+    for text in ("not json", "", '{"prompt": '):
+        (tmp_path / "prompts.jsonl").write_text(text)
+        assert "does not begin with an object of JSON" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.jsonl")]})
     (tmp_path / "prompts.py").touch()
     assert "is of a kind that verl does not read" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.py")]})
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(machine: Machine) -> None:
+    save_file({"w": torch.zeros(1)}, machine.model / "model.safetensors")
+    said = machine.refusal()
+    assert "tensors do not match the model: " in said and "missing (" in said and "1 unexpected (w)" in said
     (machine.model / "model.safetensors").write_bytes(b"abc")
     assert "is truncated or no safetensors file" in machine.refusal()
     save_file({"w": torch.zeros(1)}, machine.model / "model-00002-of-00002.safetensors")
@@ -301,7 +349,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(machine: Machine) -> None:
     assert "model-00001-of-00002.safetensors: this shard is missing" in machine.refusal()
 
 
-OPTIMIZER = {"optimizer": "sgd", "lr_decay_style": "nosuch", "override_optimizer_config": {"x": 1}}
+OPTIMIZER = {"optimizer": "sgd", "weight_decay": -1, "betas": [0.9], "lr_decay_style": "nosuch", "override_optimizer_config": {"x": 1}}
 
 
 @pytest.mark.parametrize("key", OPTIMIZER)

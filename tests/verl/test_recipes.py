@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,33 @@ def test_a_run_in_the_folder_of_another_leaves_its_records_together(tmp_path: Pa
     (earlier,) = out.glob("earlier-*")
     assert {path.name: path.read_text() for path in earlier.iterdir()} == dict.fromkeys(records, "earlier")
     assert "main_ppo" in (out / "command.sh").read_text() and not (out / "metrics.jsonl").exists()
+
+
+def test_a_foreign_log_in_the_folder_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("mine")
+    assert recipe("qwen3_dense", OUT=str(tmp_path), PYTHON="true").returncode == 0
+    (earlier,) = tmp_path.glob("earlier-*/train.log")
+    assert earlier.read_text() == "mine"
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    """The second is refused while the first goes on, and not afterwards, though a process of the first lives on, as Ray's do."""
+    trainer = tmp_path / "trainer"
+    waits = "sleep 30 & touch $STARTED; while [[ -e $STARTED ]]; do sleep 0.1; done"
+    trainer.write_text(f"#!/bin/bash\n[[ $2 != verl.trainer.main_ppo ]] || {{ {waits}; }}\n")
+    trainer.chmod(0o755)
+    started = tmp_path / "started"
+    variables = {"OUT": str(tmp_path / "out"), "PYTHON": str(trainer), "STARTED": str(started)}
+    script = ["bash", str(RECIPES / "qwen3_dense.sh")]
+    with subprocess.Popen(script, env=environment(None, **variables), stdout=subprocess.DEVNULL) as first:
+        deadline = time.monotonic() + 20
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        second = recipe("qwen3_dense", OUT=variables["OUT"], PYTHON="true")
+        started.unlink()
+    assert second.returncode == 2 and second.stderr == f"error: OUT: a run is going on in '{tmp_path}/out'; name another\n"
+    assert first.returncode == 0 and not list((tmp_path / "out").glob("earlier-*"))
+    assert recipe("qwen3_dense", OUT=variables["OUT"], PYTHON="true").returncode == 0
 
 
 def test_a_slash_at_the_end_of_the_folder_does_not_join_the_arms() -> None:

@@ -188,6 +188,7 @@ launch() {
   shift 2
   [[ "${1:-}" != -h && "${1:-}" != --help ]] || { usage; exit 0; }
   local name
+  [[ "$OUT" == *[!/]* ]] || die "OUT: is '$OUT'; name a folder"
   OUT="${OUT%/}"
   for name in MODEL_PATH TRAIN_FILES VAL_FILES OUT; do
     [[ "${!name}" != *[\\\$]* ]] || die "$name: '${!name}' has a backslash or a dollar sign, which Hydra reads; use another path"
@@ -218,20 +219,23 @@ launch() {
   else
     "$PYTHON" -m verl_mlite.preflight "${ARGS[@]}"
     mkdir -p "$OUT" 2>/dev/null && [[ -w "$OUT" ]] || die "OUT: '$OUT' is no folder that can be written to; name another"
+    exec {lock}>"$OUT/.lock"
+    flock -n "$lock" || die "OUT: a run is going on in '$OUT'; name another"
     keep_earlier
     printed "${command[@]}" >"$OUT/command.sh"
-    "${command[@]}" 2>&1 | tee "$OUT/train.log" # pipefail hands on the trainer's exit status
+    # the lock is this shell's alone: Ray's processes outlive it. pipefail hands on the trainer's exit status
+    "${command[@]}" 2>&1 {lock}>&- | tee "$OUT/train.log" {lock}>&-
   fi
 }
 
 # A run that starts in the folder of another leaves its command, configuration, log and metrics together, not under those of its own.
 keep_earlier() {
-  [[ -e "$OUT/command.sh" ]] || return 0
   local name earlier
-  earlier="$OUT/earlier-$(date -r "$OUT/command.sh" +%Y%m%dT%H%M%S)"
-  mkdir -p "$earlier"
   for name in command.sh hydra train.log metrics.jsonl; do
-    [[ ! -e "$OUT/$name" ]] || mv "$OUT/$name" "$earlier/"
+    [[ -e "$OUT/$name" ]] || continue
+    earlier="${earlier:-$OUT/earlier-$(date -r "$OUT/$name" +%Y%m%dT%H%M%S)}"
+    mkdir -p "$earlier"
+    mv "$OUT/$name" "$earlier/"
   done
 }
 

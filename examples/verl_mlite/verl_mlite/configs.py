@@ -31,16 +31,21 @@ def check_checkpoint(c: Any) -> None:
 
 
 def optimizer_config(c: Any) -> OptimizerConfig:
-    """verl's McoreOptimizerConfig. A warmup of -1 steps is a share of all steps, which the trainer has counted by now."""
-    warmup = c.lr_warmup_steps
-    if warmup is None or warmup < 0:
-        warmup = int(c.lr_warmup_steps_ratio * max(c.total_training_steps, 0))
+    """verl's McoreOptimizerConfig. Where no steps of warmup are given they are a share of those of the decay, and these are all steps, which
+    the trainer has counted by now: as for verl's Megatron engine."""
+    if not isinstance(c, McoreOptimizerConfig):
+        raise InputError("optim", f"is a {type(c).__name__}", "add optim=megatron: its keys are the ones that are read")
     decay = c.lr_decay_steps or (c.total_training_steps if c.total_training_steps > 0 else None)
+    warmup = c.lr_warmup_steps or 0
+    if warmup <= 0:
+        warmup = int(c.lr_warmup_steps_ratio * (decay or 0))
     for key in fields(McoreOptimizerConfig):
         if key.name not in MAPPED and (found := getattr(c, key.name)) != key.default:
             raise InputError(f"optim.{key.name}", f"{found!r} is not built", f"leave it at {key.default}")
     if extra := dict(c.override_optimizer_config or {}):
         raise InputError("optim.override_optimizer_config", f"{extra} is not built", "leave it empty")
+    if len(c.betas) != 2:
+        raise InputError("optim.betas", f"is {list(c.betas)}", "give two")
     return OptimizerConfig(
         optimizer=c.optimizer,
         lr=c.lr,

@@ -20,6 +20,7 @@ from verl.workers.engine.utils import enable_full_determinism, postprocess_batch
 
 from lite.errors import InputError
 from lite.primitive.ops.bridges import Ops, reference_ops, vllm_ops
+from lite.runtime.checkpoint import START_AGAIN
 from lite.runtime.config import FsdpConfig, MegatronLiteConfig, RuntimeConfig
 from lite.runtime.rollout.vllm_weights import weight_rows
 from lite.runtime.runtime import Handle, Runtime, StepContext
@@ -233,7 +234,12 @@ class MliteEngine(BaseEngine):
                     shutil.rmtree(path, ignore_errors=True)
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any) -> None:
-        if self.runtime.load_checkpoint(self.handle, local_path) is None:
+        try:
+            found = self.runtime.load_checkpoint(self.handle, local_path)
+        except InputError as error:
+            where, what, fix = error.args
+            raise InputError(where, what, way_back(Path(local_path)) if fix == START_AGAIN else fix) from None
+        if found is None:
             raise InputError(local_path, "holds no checkpoint of a trainer", "save with model, optimizer and extra in save_contents")
 
 
@@ -252,6 +258,15 @@ def kernels(config: Any, device: str) -> Ops:
 
     enter_batch_invariance()
     return vllm_ops(config.attention_backend_override or "FLASH_ATTN")
+
+
+def way_back(damaged: Path) -> str:
+    """verl has a folder a step, ROOT/global_step_N or ROOT/global_step_N/actor, and one checkpoint in each."""
+    step = next((path for path in (damaged, *damaged.parents) if path.name.startswith("global_step_")), damaged)
+    number = lambda path: int(path.name.removeprefix("global_step_"))
+    steps = sorted((path for path in step.parent.glob("global_step_*") if path.name[12:].isdigit()), key=number)
+    before = [path for path in steps if number(path) < number(step) and (path / damaged.relative_to(step)).is_dir()]
+    return f"go on by trainer.resume_mode=resume_path trainer.resume_from_path={before[-1]}" if before else START_AGAIN
 
 
 def write_answer(path: Path, answer: dict[str, Any]) -> None:

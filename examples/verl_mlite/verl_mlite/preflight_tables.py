@@ -4,6 +4,7 @@ from typing import Any
 
 WORKER = "verl_mlite.worker.ExactWorkerExtension"
 ROLLOUT, VLLM = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.engine_kwargs.vllm"
+MEGATRON = "actor_rollout_ref.actor.megatron"
 ENGINES = ("actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine")
 
 ONE_GPU = "set it to 1: an engine on one GPU is what was verified"
@@ -13,7 +14,13 @@ NO_REPLAY = "leave it off: routers agree by themselves here, and a replay would 
 BF16 = "set it to bfloat16, which alone was verified"
 CUTS = "the trainer counts every token: vLLM must not cut any off"
 
-# key, the values it may have in the exact arm, what to do otherwise
+# key, the values it may have, what to do otherwise
+SETTINGS_OF_BOTH: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("trainer.resume_mode", ("auto", "disable", "resume_path"), "choose auto, disable or resume_path"),
+    (f"{ROLLOUT}.load_format", ("dummy", "auto", "safetensors"), "choose dummy (the first sync is complete), auto or safetensors"),
+)
+
+# the same, in the exact arm
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("actor_rollout_ref.actor.strategy", ("mlite",), "add model_engine=mlite"),
     (f"{ROLLOUT}.name", ("vllm",), "set it to vllm"),
@@ -63,6 +70,12 @@ NUMBERS: tuple[tuple[str, type, float, float], ...] = (
     (f"{ROLLOUT}.max_num_seqs", int, 0, 1e9),
     ("trainer.total_training_steps", int, 0, 1e9),
     ("data.seed", int, -1, 1e18),
+    (f"{ROLLOUT}.seed", int, -1, 1e18),
+    (f"{ROLLOUT}.max_num_batched_tokens", int, 0, 1e9),
+    ("actor_rollout_ref.actor.ppo_epochs", int, 0, 1e9),
+    ("actor_rollout_ref.actor.clip_ratio_low", float, 0, 1e9),
+    ("actor_rollout_ref.actor.clip_ratio_high", float, 0, 1e9),
+    ("trainer.save_freq", int, -2, 1e9),
 )
 
 OPTIONAL = {"trainer.total_training_steps", "data.seed"}  # of the numbers: null has a meaning
@@ -70,5 +83,6 @@ OPTIONAL = {"trainer.total_training_steps", "data.seed"}  # of the numbers: null
 # of engine_kwargs.vllm, which verl puts after its own arguments: what else stands there would win over what is checked above
 VERIFIED = {
     "worker_extension_cls", "attention_backend", "compilation_config", "async_scheduling", "enable_flashinfer_autotune",
-    "mamba_ssm_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
+    "mamba_ssm_cache_dtype",
 }  # fmt: skip
+COMPILATION = {"mode", "cudagraph_mode", "custom_ops"}  # of its compilation_config

@@ -72,12 +72,22 @@ def load_weights(
             bad = int((~torch.isfinite(written)).sum())
             raise InputError(where, f"{name!r} holds NaN or Inf in {bad} places as {_dtype(written)}", "use an intact checkpoint")
         report.loaded.append(name)
-    missing = [name for name in expected if name not in seen]
+    _require_none([name for name in expected if name not in seen], unexpected, where)
+    return report
+
+
+def check_names(table: WeightTable, config: Any, layers: int, names: Iterable[str], where: object) -> None:
+    """What `load_weights` asks of a checkpoint's names, before anything is read."""
+    expected, found = {part.hf for part in parts(table, config, layers)}, set(names)
+    unexpected = [name for name in found - expected if skip_reason(table, config, name) is None]
+    _require_none(sorted(expected - found), sorted(unexpected), where)
+
+
+def _require_none(missing: list[str], unexpected: list[str], where: object) -> None:
     if missing or unexpected:
         problems = [f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
                     for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]  # fmt: skip
         raise InputError(where, "tensors do not match the model: " + "; ".join(problems), "check config.json against the weights")
-    return report
 
 
 def export_weights(table: WeightTable, config: Any, layers: int, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

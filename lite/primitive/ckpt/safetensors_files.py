@@ -63,6 +63,17 @@ def _open(shard: Path) -> Any:
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor, shard after shard. The whole layout is checked before the first one is read."""
+    for handle in _opened(folder):
+        for name in handle.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+            yield name, handle.get_tensor(name)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Of every tensor, by the headers alone; the layout is checked."""
+    return [name for handle in _opened(folder) for name in handle.keys()]  # noqa: SIM118
+
+
+def _opened(folder: Path) -> list[Any]:
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -76,15 +87,13 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     opened = {shard: _open(shard) for shard in sorted(shards)}
     if weight_map is not None:
         for name, shard_name in weight_map.items():
-            if name not in opened[folder / shard_name].keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+            if name not in opened[folder / shard_name].keys():  # noqa: SIM118
                 raise InputError(folder / shard_name, f"lacks {name!r}, which the index places there", "download the checkpoint again")
         for shard, handle in opened.items():
             for name in handle.keys():  # noqa: SIM118
                 if weight_map.get(name) != shard.name:
                     raise InputError(shard, f"holds {name!r}, which the index places in {weight_map.get(name)}", "download it again")
-    for handle in opened.values():
-        for name in handle.keys():  # noqa: SIM118
-            yield name, handle.get_tensor(name)
+    return list(opened.values())
 
 
 def write_checkpoint(

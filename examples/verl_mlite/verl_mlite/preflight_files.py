@@ -1,0 +1,105 @@
+"""What preflight asks of the files that a run reads: the checkpoint, the data, what it goes on from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lite.errors import InputError
+from lite.primitive.ckpt.hf_config import load_hf_config
+from lite.primitive.ckpt.hf_weights import check_names
+from lite.primitive.ckpt.safetensors_files import read_json, tensor_names
+from verl_mlite.preflight_job import Job
+from verl_mlite.preflight_tables import MEGATRON, VLLM
+
+
+def check_model(job: Job) -> list[str]:
+    folder = job.model
+    kind = load_hf_config(folder).get("model_type")
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(folder, "holds no safetensors", "give the folder of a safetensors checkpoint")
+    names = tensor_names(folder)
+    tokenizer = Path(job.get("actor_rollout_ref.model.tokenizer_path") or folder)
+    if not any(tokenizer.glob("*token*")):
+        raise InputError(tokenizer, "holds no tokenizer", "add its files: verl formats the prompts with it")
+    for file in tokenizer.glob("tokenizer*.json"):
+        read_json(file)
+    lines = [f"model: {folder}, {kind}"]
+    if not job.exact:
+        if kind == "nemotron_h":
+            for key in ("actor_rollout_ref.model.use_remove_padding", f"{MEGATRON}.use_remove_padding"):
+                fix = "set it to False, as nemotron_h.sh does: verl packs without the boundaries that Mamba layers need"
+                lines.append(job.require(key, (False,), fix))
+        return lines
+    protocol, config = job.model_family()
+    check_names(protocol.WEIGHTS, config, config.layers, names, folder)
+    if config.mamba is not None:
+        key = f"{VLLM}.mamba_ssm_cache_dtype"
+        lines.append(job.require(key, ("float32",), f"add +{key}=float32, as nemotron_h.sh does: the scan's states are"))
+    return lines
+
+
+def check_data(job: Job) -> list[str]:
+    lines, rows = [], {}
+    for key in ("data.train_files", "data.val_files"):
+        found = job.get(key)
+        if not found:
+            raise InputError(key, "is not set", "name a file of prompts")
+        names = [found] if isinstance(found, str) else found
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InputError(key, f"is {found!r}", "name a file of prompts, or several")
+        rows[key] = [_rows(job, key, name) for name in names if "://" not in name]
+        lines.append(f"{key}: {found}")
+    counted, batch = rows["data.train_files"], job.get("data.train_batch_size")
+    if counted and None not in counted and sum(counted) < batch:
+        raise InputError("data.train_batch_size", f"is {batch}, of {sum(counted)} prompts in data.train_files", "give at most as many")
+    return lines
+
+
+def _rows(job: Job, key: str, name: str) -> int | None:
+    """-> how many rows the file has, None where only reading it would tell."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise InputError(key, f"{name} is no file", "correct the path")
+    if path.suffix == ".parquet":
+        return _parquet_rows(job, key, name)
+    if path.suffix not in (".json", ".jsonl"):
+        raise InputError(key, f"{name} is of a kind that verl does not read", "give a .parquet, .json or .jsonl")
+    with path.open(errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    try:
+        if not first.lstrip().startswith("["):
+            json.loads(first)
+    except ValueError:
+        raise InputError(key, f"{name} does not begin with an object of JSON", "write one a line") from None
+    return None
+
+
+def _parquet_rows(job: Job, key: str, name: str) -> int:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        found = read_metadata(Path(name).expanduser())
+    except ArrowException as error:
+        raise InputError(key, f"{name} is no whole parquet file ({error})", "write it again, or give a .json or .jsonl") from None
+    columns = found.schema.to_arrow_schema().names
+    prompts = job.get("data.prompt_key")
+    if prompts not in columns:
+        raise InputError(key, f"{name} has no column {prompts!r}", "add it, or name another by data.prompt_key")
+    for column in ("data_source", "reward_model"):
+        if column not in columns:
+            raise InputError(key, f"{name} has no column {column!r}", "add it: verl's reward managers read it of every prompt")
+    if not found.num_rows:
+        raise InputError(key, f"{name} has no rows", "give a file of prompts")
+    return int(found.num_rows)
+
+
+def check_paths(job: Job) -> list[str]:
+    """What else is named by its path."""
+    start: Any = job.get("trainer.resume_from_path") if job.get("trainer.resume_mode") == "resume_path" else None
+    if job.get("trainer.resume_mode") == "resume_path" and not (start and "global_step_" in start and Path(start).is_dir()):
+        raise InputError("trainer.resume_from_path", f"is {start!r}", "give the folder .../global_step_N of a checkpoint")
+    reward = job.get("reward.custom_reward_function.path")
+    if reward and not Path(reward).is_file():
+        raise InputError("reward.custom_reward_function.path", f"{reward} is no file", "correct the path")
+    return []
