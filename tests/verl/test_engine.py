@@ -3,113 +3,25 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import McoreOptimizerConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import prepare_micro_batches
-from verl.workers.utils.losses import sft_loss
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 from verl_mlite.agreement import _groups
 from verl_mlite.batches import pack
-from verl_mlite.engine import SYNC, MliteEngine
-from verl_mlite.engine_config import MliteEngineConfig
+from verl_mlite.engine import SYNC
 
 from lite.errors import InputError
 from lite.primitive.compare import bits
 from lite.runtime import routes
 from lite.runtime.batch import PackedBatch
-from lite.runtime.config import MegatronLiteConfig, RuntimeConfig
-from lite.runtime.runtime import Runtime
-from tests.checkpoints import checkpoint, make_samples
+from tests.checkpoints import checkpoint
+from tests.verl_engine import LENGTHS, direct, engine, responses, rl_batch, same, samples, sft_batch, train
 
-LENGTHS = [(4, 9), (1, 5), (12, 20), (7, 1), (3, 14), (2, 2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    dist.init_process_group("gloo", f"file://{tmp_path_factory.mktemp('store')}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def engine(contents: tuple[str, ...] = ("model", "optimizer", "extra"), lora: int = 0, family: str = "qwen3", **config: Any) -> MliteEngine:
-    model = SimpleNamespace(
-        local_path=str(checkpoint(family, "fp32")), override_config={"attn_implementation": "sdpa"},
-        mtp=SimpleNamespace(enable=False), get=lambda key, default=None: {"lora_rank": lora}.get(key, default),
-    )  # fmt: skip
-    made = MliteEngine(
-        model,
-        MliteEngineConfig(dtype="float32", **config),
-        None if config.get("forward_only") else McoreOptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0),
-        SimpleNamespace(save_contents=list(contents)),
-    )
-    made.initialize()
-    return made
-
-
-def samples() -> list[tuple[list[int], list[int]]]:
-    return make_samples(LENGTHS)
-
-
-def padded_batch(**tensors: torch.Tensor) -> TensorDict:
-    """As an RL trainer has it: prompts padded on the left, responses on the right."""
-    width, height = max(p for p, _ in LENGTHS), max(r for _, r in LENGTHS)
-    left = [[0] * (width - len(p)) + p for p, _ in samples()]
-    right = [r + [0] * (height - len(r)) for _, r in samples()]
-    mask = [[0] * (width - p) + [1] * (p + r) + [0] * (height - r) for p, r in LENGTHS]
-    attention = torch.tensor(mask)
-    return TensorDict({
-        "input_ids": torch.tensor([a + b for a, b in zip(left, right, strict=True)]), "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "prompts": torch.tensor(left), "responses": torch.tensor(right),
-        "response_mask": attention[:, width:], **tensors,
-    }, batch_size=len(LENGTHS))  # fmt: skip
-
-
-def rl_batch(budget: int = 64, temperature: Any = 1.0, **tensors: torch.Tensor) -> TensorDict:
-    data = left_right_2_no_padding(padded_batch(**tensors))
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=budget, calculate_entropy=True)
-    if isinstance(temperature, torch.Tensor):
-        data["temperature"] = temperature
-    else:
-        tu.assign_non_tensor(data, temperature=temperature)
-    tu.assign_non_tensor_stack(data, "uid", ["a", "a", "b", "b", "c", "c"])
-    return data
-
-
-def sft_batch(budget: int = 64) -> TensorDict:
-    jagged = lambda rows: torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-    data = TensorDict({
-        "input_ids": jagged([p + r for p, r in samples()]), "loss_mask": jagged([[0] * p + [1] * r for p, r in LENGTHS]),
-    }, batch_size=len(LENGTHS))  # fmt: skip
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=budget, temperature=1.0)
-    return data
-
-
-def direct(temperature: float = 1.0) -> list[torch.Tensor]:
-    """Each response's logprobs by the Runtime alone."""
-    runtime = Runtime(
-        RuntimeConfig(checkpoint("qwen3", "fp32"), backend_cfg=MegatronLiteConfig(dtype="fp32", device="cpu", optimizer=None))
-    )
-    batch = PackedBatch.from_samples(samples(), temperature)
-    scores = runtime.forward_backward(runtime.build_model(), batch, forward_only=True).log_probs[0][batch.loss_mask]
-    return list(scores.split([r for _, r in LENGTHS]))
-
-
-def responses(output: dict[str, Any], data: TensorDict, name: str = "log_probs") -> list[torch.Tensor]:
-    """As the trainer slices them out of the model output."""
-    rows = no_padding_2_padding(output["model_output"][name], data)
-    return [row[:n] for row, (_, n) in zip(rows, LENGTHS, strict=True)]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def test_a_packed_micro_batch_scores_the_rows_that_the_trainer_reads() -> None:
@@ -135,15 +47,6 @@ def test_each_sample_may_have_a_temperature_of_its_own() -> None:
     e, data = engine(forward_only=True), rl_batch(temperature=torch.tensor([0.5, 1.0, 0.5, 1.0, 0.5, 1.0]))
     cold, warm = direct(0.5), direct(1.0)
     assert same(responses(e.infer_batch(data), data), [cold[0], warm[1], cold[2], warm[3], cold[4], warm[5]])
-
-
-def train(e: MliteEngine, steps: int, budget: int = 64) -> list[dict[str, Any]]:
-    found = []
-    for _ in range(steps):
-        with e.train_mode():
-            found.append(e.train_batch(sft_batch(budget), lambda **given: sft_loss(None, **given)))
-            e.lr_scheduler_step()
-    return found
 
 
 def test_the_loss_is_a_mean_over_all_tokens_however_they_are_packed() -> None:
@@ -209,7 +112,8 @@ def routed(records: list[torch.Tensor]) -> TensorDict:
 
 def test_recorded_routes_are_taken_and_must_be_there() -> None:
     """As verl hands them on: zeros in the row of a sequence's last token, and all over in a sample that only pads the batch."""
-    live, replay = (engine(family="qwen3_moe", forward_only=True, router_replay_mode=mode) for mode in ("disabled", "R3"))
+    moe = checkpoint("qwen3_moe", "fp32")
+    live, replay = (engine(folder=moe, forward_only=True, router_replay_mode=mode) for mode in ("disabled", "R3"))
     data = rl_batch(1000)
     with routes.recording(live.handle.module) as chosen:
         want = responses(live.infer_batch(data), data)
@@ -256,8 +160,6 @@ def test_an_exact_sync_says_first_what_it_brings(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="adapters"):
-        engine(lora=8)
     with pytest.raises(InputError, match=r"critic\.enable"):
         EngineRegistry.new("value_model", "mlite", model_config=None, engine_config=None, optimizer_config=None, checkpoint_config=None)
     for contents, said in ((("model",), "save_contents"), (("hf_model",), None)):
