@@ -2,23 +2,29 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import prepare_micro_batches
+from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl_mlite.agreement import _groups
 from verl_mlite.batches import pack
-from verl_mlite.engine import SYNC
+from verl_mlite.engine import SYNC, MliteEngine
 
 from lite.errors import InputError
 from lite.primitive.compare import bits
 from lite.runtime import routes
 from lite.runtime.batch import PackedBatch
 from tests.checkpoints import checkpoint
+from tests.gradients import assert_gradient
+from tests.unit.model.test_against_transformers import GRADIENT_LIMIT, our_gradients, their_model
 from tests.verl_engine import LENGTHS, direct, engine, responses, rl_batch, same, samples, sft_batch, train
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -40,7 +46,7 @@ def test_scores_are_the_runtimes_in_any_packing() -> None:
         with e.eval_mode():
             output = e.infer_batch(data)
         assert same(responses(output, data), direct())
-        assert all((row > 0).all() for row in responses(output, data, "entropy"))
+        assert same(responses(output, data, "entropy"), direct(name="entropy"))
 
 
 def test_each_sample_may_have_a_temperature_of_its_own() -> None:
@@ -58,6 +64,53 @@ def test_the_loss_is_a_mean_over_all_tokens_however_they_are_packed() -> None:
     assert sum(few["loss"]) == pytest.approx(want, rel=1e-5) and sum(many["loss"]) == pytest.approx(want, rel=1e-5)
     assert few["metrics"]["grad_norm"] == pytest.approx(many["metrics"]["grad_norm"], rel=1e-4)
     assert few["model_output"] == {}, "kept, they would fill the memory"
+
+
+def gradients(e: MliteEngine, data: TensorDict, loss: Callable) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """-> what the engine returns, and the gradients by the checkpoint's names."""
+    e.optimizer_zero_grad()
+    tu.assign_non_tensor(data, return_model_output=True)
+    output = e.forward_backward_batch(data, loss)
+    return output, our_gradients(e.handle)
+
+
+def test_verls_loss_with_entropy_in_it_has_the_gradient_that_transformers_has() -> None:
+    """At a ratio of 1; every token's advantage is another one, of either sign."""
+    mask = torch.tensor([[1.0] * n + [0.0] * (max(r for _, r in LENGTHS) - n) for _, n in LENGTHS])
+    advantages, old = torch.randn(mask.shape) * mask, torch.zeros(mask.shape)
+    old[mask.bool()] = torch.cat(direct())
+    data = rl_batch(36, old_log_probs=old, advantages=advantages)
+    tu.assign_non_tensor(data, global_batch_size=len(LENGTHS))
+    actor = ActorConfig(strategy="mlite", rollout_n=1, use_dynamic_bsz=True, entropy_coeff=0.5)
+    output, ours = gradients(engine(), data, lambda **given: ppo_loss(actor, **given))
+    assert len(output["loss"]) > 1 and same(responses(output, data, "entropy"), direct(name="entropy"))
+
+    model, want = their_model(checkpoint("qwen3", "fp32")), torch.zeros(())
+    for (prompt, response), advantage in zip(samples(), advantages, strict=True):
+        log_p = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logprob, entropy = log_p.gather(1, torch.tensor(response)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        ratio = (logprob - logprob.detach()).exp()
+        want = want - (advantage[: len(response)] * ratio + 0.5 * entropy).sum() / mask.sum()
+    want.backward()
+    assert sum(output["loss"]) == pytest.approx(want.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert_gradient(ours[name], parameter.grad, GRADIENT_LIMIT, name)
+
+
+def test_micro_batches_of_a_fixed_size_give_what_those_of_a_token_budget_do() -> None:
+    e, budget, fixed = engine(), sft_batch(33), sft_batch()
+    fixed.pop("max_token_len_per_gpu")
+    tu.assign_non_tensor(fixed, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
+    (want, theirs), (got, ours) = (gradients(e, data, lambda **given: sft_loss(None, **given)) for data in (budget, fixed))
+    assert len(got["loss"]) == len(LENGTHS) // 3 < len(want["loss"])
+    assert sum(got["loss"]) == pytest.approx(sum(want["loss"]), rel=1e-6)
+    assert same(*(list(output["model_output"]["log_probs"].unbind()) for output in (got, want)))
+    for name, gradient in theirs.items():
+        assert_gradient(ours[name], gradient, GRADIENT_LIMIT, name)
+    scored = rl_batch()
+    scored.pop("max_token_len_per_gpu")
+    tu.assign_non_tensor(scored, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    assert same(responses(e.infer_batch(scored), scored), direct())
 
 
 def test_counts_tell_a_single_differing_bit_and_a_collapsed_group() -> None:
