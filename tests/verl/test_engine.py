@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig
 from verl.workers.engine.base import EngineRegistry
@@ -19,6 +20,7 @@ from verl_mlite.batches import pack
 from verl_mlite.engine import SYNC, MliteEngine
 
 from lite.errors import InputError
+from lite.primitive.ckpt.hf_weights import deployed, fingerprint
 from lite.primitive.compare import bits
 from lite.runtime import routes
 from lite.runtime.batch import PackedBatch
@@ -136,7 +138,7 @@ def test_counts_tell_a_single_differing_bit_and_a_collapsed_group() -> None:
 
 
 def test_a_checkpoint_resumes_with_the_bits_of_the_unbroken_run(tmp_path: Path) -> None:
-    unbroken, broken = engine(), engine(("model", "optimizer", "extra", "hf_model"))
+    unbroken, broken = engine(), engine()
     want = train(unbroken, 3)
     train(broken, 2)
     broken.save_checkpoint(str(tmp_path / "global_step_2"), global_step=2)
@@ -144,7 +146,22 @@ def test_a_checkpoint_resumes_with_the_bits_of_the_unbroken_run(tmp_path: Path) 
     resumed.load_checkpoint(str(tmp_path / "global_step_2"), del_local_after_load=False)
     assert train(resumed, 1)[0]["loss"] == want[2]["loss"]
     assert resumed.handle.weights.fingerprint() == unbroken.handle.weights.fingerprint()
-    assert (tmp_path / "global_step_2" / "huggingface" / "config.json").exists()
+
+
+@pytest.mark.parametrize("contents", [("hf_model",), ("model", "optimizer", "extra", "hf_model")])
+def test_a_saved_hf_model_is_a_whole_checkpoint_of_the_trained_policy(policy: Any, tmp_path: Path, contents: tuple[str, ...]) -> None:
+    source, folder = policy("qwen3", "float32"), tmp_path / "global_step_1" / "huggingface"
+    e = engine(contents, folder=source)
+    before = e.handle.weights.fingerprint()
+    train(e, 1)
+    e.save_checkpoint(str(folder.parent), global_step=1)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # nothing but the folder says what they are
+    assert fingerprint(deployed(theirs.state_dict().items())) == e.handle.weights.fingerprint() != before
+    config = lambda path: json.loads((path / "config.json").read_text())
+    assert config(folder) == config(source) | {"dtype": "float32"} and config(folder)["vocab_size"]
+    beside = [file for file in source.iterdir() if file.name != "config.json" and file.suffix != ".safetensors"]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in beside}
+    assert all((folder / file.name).read_bytes() == file.read_bytes() for file in beside)
 
 
 def test_a_save_replaces_that_of_a_run_taken_up_before_it(tmp_path: Path) -> None:
