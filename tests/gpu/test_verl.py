@@ -146,6 +146,11 @@ def test_both_counters_are_zero_after_every_update(model, settings, tmp_path: Pa
         for path in ("old", "actor"):
             assert step[f"actor/mlite/{path}_mismatch"] == 0 < step[f"actor/mlite/{path}_tokens"]
         assert step["actor/mlite/groups"] == 8 and step["actor/mlite/collapsed_groups"] == 0 and step["actor/grad_norm"] > 0
+        assert step["actor/mlite/rollout_fingerprint"] == step["actor/mlite/synced_fingerprint"] and step["actor/mlite/handshake"] == 1
+        assert step["actor/mlite/deployed_bytes_changed"] > 0
+    assert len({step["actor/mlite/rollout_fingerprint"] for step in steps}) == STEPS  # each batch was sampled from another policy
+    said = (tmp_path / "out" / "train.log").read_text().count("vLLM holds policy version")
+    record[f"{model.__name__}: syncs in train.log"] = said
     record["transformers"] = importlib.metadata.version("transformers")  # verl takes no newer one than 5.10
     record[f"{model.__name__}: tokens"] = [step["actor/mlite/old_tokens"] for step in steps]
     record[f"{model.__name__}: seconds"] = {

@@ -6,11 +6,13 @@ wheel. In any other environment they are not collected, and one line says what t
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.verl_runs import ON_CPU, write_data, write_policy
 
@@ -30,6 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if not IN_TIER:
         terminalreporter.write_line("tests/verl: not collected, verl has an environment of its own: run `make test-verl`")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", f"file://{tmp_path_factory.mktemp('store')}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

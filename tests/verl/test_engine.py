@@ -2,115 +2,36 @@
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
-from verl.trainer.config import CheckpointConfig
+from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import McoreOptimizerConfig
+from verl.workers.config import ActorConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import prepare_micro_batches
-from verl.workers.utils.losses import sft_loss
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.padding import no_padding_2_padding
 from verl_mlite.agreement import _groups
 from verl_mlite.batches import pack
 from verl_mlite.engine import SYNC, MliteEngine
-from verl_mlite.engine_config import MliteEngineConfig
 
 from lite.errors import InputError
+from lite.primitive.ckpt.hf_weights import deployed, fingerprint
 from lite.primitive.compare import bits
 from lite.runtime import routes
 from lite.runtime.batch import PackedBatch
-from lite.runtime.config import MegatronLiteConfig, RuntimeConfig
-from lite.runtime.runtime import Runtime
-from tests.checkpoints import checkpoint, make_samples
+from tests.checkpoints import checkpoint
+from tests.gradients import assert_gradient
+from tests.unit.model.test_against_transformers import GRADIENT_LIMIT, our_gradients, their_model
+from tests.verl_engine import LENGTHS, direct, engine, responses, rl_batch, same, samples, sft_batch, train
 
-LENGTHS = [(4, 9), (1, 5), (12, 20), (7, 1), (3, 14), (2, 2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    dist.init_process_group("gloo", f"file://{tmp_path_factory.mktemp('store')}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def engine(contents: tuple[str, ...] = ("model", "optimizer", "extra"), lora: int = 0, family: str = "qwen3", **config: Any) -> MliteEngine:
-    model = SimpleNamespace(
-        local_path=str(checkpoint(family, "fp32")), override_config={"attn_implementation": "sdpa"},
-        mtp=SimpleNamespace(enable=False), get=lambda key, default=None: {"lora_rank": lora}.get(key, default),
-    )  # fmt: skip
-    made = MliteEngine(
-        model,
-        MliteEngineConfig(dtype="float32", **config),
-        None if config.get("forward_only") else McoreOptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0),
-        CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
-    )
-    made.initialize()
-    return made
-
-
-def samples() -> list[tuple[list[int], list[int]]]:
-    return make_samples(LENGTHS)
-
-
-def padded_batch(**tensors: torch.Tensor) -> TensorDict:
-    """As an RL trainer has it: prompts padded on the left, responses on the right."""
-    width, height = max(p for p, _ in LENGTHS), max(r for _, r in LENGTHS)
-    left = [[0] * (width - len(p)) + p for p, _ in samples()]
-    right = [r + [0] * (height - len(r)) for _, r in samples()]
-    mask = [[0] * (width - p) + [1] * (p + r) + [0] * (height - r) for p, r in LENGTHS]
-    attention = torch.tensor(mask)
-    return TensorDict({
-        "input_ids": torch.tensor([a + b for a, b in zip(left, right, strict=True)]), "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "prompts": torch.tensor(left), "responses": torch.tensor(right),
-        "response_mask": attention[:, width:], **tensors,
-    }, batch_size=len(LENGTHS))  # fmt: skip
-
-
-def rl_batch(budget: int = 64, temperature: Any = 1.0, **tensors: torch.Tensor) -> TensorDict:
-    data = left_right_2_no_padding(padded_batch(**tensors))
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=budget, calculate_entropy=True)
-    if isinstance(temperature, torch.Tensor):
-        data["temperature"] = temperature
-    else:
-        tu.assign_non_tensor(data, temperature=temperature)
-    tu.assign_non_tensor_stack(data, "uid", ["a", "a", "b", "b", "c", "c"])
-    return data
-
-
-def sft_batch(budget: int = 64) -> TensorDict:
-    jagged = lambda rows: torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-    data = TensorDict({
-        "input_ids": jagged([p + r for p, r in samples()]), "loss_mask": jagged([[0] * p + [1] * r for p, r in LENGTHS]),
-    }, batch_size=len(LENGTHS))  # fmt: skip
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=budget, temperature=1.0)
-    return data
-
-
-def direct(temperature: float = 1.0) -> list[torch.Tensor]:
-    """Each response's logprobs by the Runtime alone."""
-    runtime = Runtime(
-        RuntimeConfig(checkpoint("qwen3", "fp32"), backend_cfg=MegatronLiteConfig(dtype="fp32", device="cpu", optimizer=None))
-    )
-    batch = PackedBatch.from_samples(samples(), temperature)
-    scores = runtime.forward_backward(runtime.build_model(), batch, forward_only=True).log_probs[0][batch.loss_mask]
-    return list(scores.split([r for _, r in LENGTHS]))
-
-
-def responses(output: dict[str, Any], data: TensorDict, name: str = "log_probs") -> list[torch.Tensor]:
-    """As the trainer slices them out of the model output."""
-    rows = no_padding_2_padding(output["model_output"][name], data)
-    return [row[:n] for row, (_, n) in zip(rows, LENGTHS, strict=True)]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def test_a_packed_micro_batch_scores_the_rows_that_the_trainer_reads() -> None:
@@ -129,22 +50,13 @@ def test_scores_are_the_runtimes_in_any_packing() -> None:
         with e.eval_mode():
             output = e.infer_batch(data)
         assert same(responses(output, data), direct())
-        assert all((row > 0).all() for row in responses(output, data, "entropy"))
+        assert same(responses(output, data, "entropy"), direct(name="entropy"))
 
 
 def test_each_sample_may_have_a_temperature_of_its_own() -> None:
     e, data = engine(forward_only=True), rl_batch(temperature=torch.tensor([0.5, 1.0, 0.5, 1.0, 0.5, 1.0]))
     cold, warm = direct(0.5), direct(1.0)
     assert same(responses(e.infer_batch(data), data), [cold[0], warm[1], cold[2], warm[3], cold[4], warm[5]])
-
-
-def train(e: MliteEngine, steps: int, budget: int = 64) -> list[dict[str, Any]]:
-    found = []
-    for _ in range(steps):
-        with e.train_mode():
-            found.append(e.train_batch(sft_batch(budget), lambda **given: sft_loss(None, **given)))
-            e.lr_scheduler_step()
-    return found
 
 
 def test_the_loss_is_a_mean_over_all_tokens_however_they_are_packed() -> None:
@@ -156,6 +68,53 @@ def test_the_loss_is_a_mean_over_all_tokens_however_they_are_packed() -> None:
     assert sum(few["loss"]) == pytest.approx(want, rel=1e-5) and sum(many["loss"]) == pytest.approx(want, rel=1e-5)
     assert few["metrics"]["grad_norm"] == pytest.approx(many["metrics"]["grad_norm"], rel=1e-4)
     assert few["model_output"] == {}, "kept, they would fill the memory"
+
+
+def gradients(e: MliteEngine, data: TensorDict, loss: Callable) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """-> what the engine returns, and the gradients by the checkpoint's names."""
+    e.optimizer_zero_grad()
+    tu.assign_non_tensor(data, return_model_output=True)
+    output = e.forward_backward_batch(data, loss)
+    return output, our_gradients(e.handle)
+
+
+def test_verls_loss_with_entropy_in_it_has_the_gradient_that_transformers_has() -> None:
+    """At a ratio of 1; every token's advantage is another one, of either sign."""
+    mask = torch.tensor([[1.0] * n + [0.0] * (max(r for _, r in LENGTHS) - n) for _, n in LENGTHS])
+    advantages, old = torch.randn(mask.shape) * mask, torch.zeros(mask.shape)
+    old[mask.bool()] = torch.cat(direct())
+    data = rl_batch(36, old_log_probs=old, advantages=advantages)
+    tu.assign_non_tensor(data, global_batch_size=len(LENGTHS))
+    actor = ActorConfig(strategy="mlite", rollout_n=1, use_dynamic_bsz=True, entropy_coeff=0.5)
+    output, ours = gradients(engine(), data, lambda **given: ppo_loss(actor, **given))
+    assert len(output["loss"]) > 1 and same(responses(output, data, "entropy"), direct(name="entropy"))
+
+    model, want = their_model(checkpoint("qwen3", "fp32")), torch.zeros(())
+    for (prompt, response), advantage in zip(samples(), advantages, strict=True):
+        log_p = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logprob, entropy = log_p.gather(1, torch.tensor(response)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        ratio = (logprob - logprob.detach()).exp()
+        want = want - (advantage[: len(response)] * ratio + 0.5 * entropy).sum() / mask.sum()
+    want.backward()
+    assert sum(output["loss"]) == pytest.approx(want.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert_gradient(ours[name], parameter.grad, GRADIENT_LIMIT, name)
+
+
+def test_micro_batches_of_a_fixed_size_give_what_those_of_a_token_budget_do() -> None:
+    e, budget, fixed = engine(), sft_batch(33), sft_batch()
+    fixed.pop("max_token_len_per_gpu")
+    tu.assign_non_tensor(fixed, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
+    (want, theirs), (got, ours) = (gradients(e, data, lambda **given: sft_loss(None, **given)) for data in (budget, fixed))
+    assert len(got["loss"]) == len(LENGTHS) // 3 < len(want["loss"])
+    assert sum(got["loss"]) == pytest.approx(sum(want["loss"]), rel=1e-6)
+    assert same(*(list(output["model_output"]["log_probs"].unbind()) for output in (got, want)))
+    for name, gradient in theirs.items():
+        assert_gradient(ours[name], gradient, GRADIENT_LIMIT, name)
+    scored = rl_batch()
+    scored.pop("max_token_len_per_gpu")
+    tu.assign_non_tensor(scored, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    assert same(responses(e.infer_batch(scored), scored), direct())
 
 
 def test_counts_tell_a_single_differing_bit_and_a_collapsed_group() -> None:
@@ -180,8 +139,37 @@ def test_counts_tell_a_single_differing_bit_and_a_collapsed_group() -> None:
     assert _groups(answers) == (2, 1)
 
 
+def test_counts_of_several_passes_add_up_until_they_are_taken() -> None:
+    """One pass that differs is not hidden by the next, which agrees."""
+    e, data = engine(), rl_batch()
+    with e.eval_mode():
+        scores = e.infer_batch(data)["model_output"]["log_probs"]
+    right = no_padding_2_padding(scores, data)
+    for found in (right + 1, right):
+        e.agreement.score(scores, rl_batch(rollout_log_probs=found))
+    tokens = sum(n for _, n in LENGTHS)
+    counts = e.agreement.take()
+    assert (counts["mlite/old_mismatch"], counts["mlite/old_tokens"]) == ([tokens], [2 * tokens]) and not e.agreement.take()
+
+
+@pytest.mark.parametrize("part", ["actor", "."])
+def test_a_damaged_checkpoint_names_the_step_before_it(tmp_path: Path, part: str) -> None:
+    e = engine()
+    for step in (8, 9, 10):
+        train(e, 1)
+        e.save_checkpoint(str(tmp_path / f"global_step_{step}" / part), global_step=step)
+    (shard,) = (tmp_path / "global_step_10" / part).glob("step-*/*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(InputError, match=f"go on by trainer.resume_mode=resume_path trainer.resume_from_path={tmp_path}/global_step_9$"):
+        engine().load_checkpoint(str(tmp_path / "global_step_10" / part))
+    shutil.rmtree(tmp_path / "global_step_8")
+    shutil.rmtree(tmp_path / "global_step_9")
+    with pytest.raises(InputError, match="start again"):
+        engine().load_checkpoint(str(tmp_path / "global_step_10" / part))
+
+
 def test_a_checkpoint_resumes_with_the_bits_of_the_unbroken_run(tmp_path: Path) -> None:
-    unbroken, broken = engine(), engine(("model", "optimizer", "extra", "hf_model"))
+    unbroken, broken = engine(), engine()
     want = train(unbroken, 3)
     train(broken, 2)
     broken.save_checkpoint(str(tmp_path / "global_step_2"), global_step=2)
@@ -189,7 +177,22 @@ def test_a_checkpoint_resumes_with_the_bits_of_the_unbroken_run(tmp_path: Path) 
     resumed.load_checkpoint(str(tmp_path / "global_step_2"), del_local_after_load=False)
     assert train(resumed, 1)[0]["loss"] == want[2]["loss"]
     assert resumed.handle.weights.fingerprint() == unbroken.handle.weights.fingerprint()
-    assert (tmp_path / "global_step_2" / "huggingface" / "config.json").exists()
+
+
+@pytest.mark.parametrize("contents", [("hf_model",), ("model", "optimizer", "extra", "hf_model")])
+def test_a_saved_hf_model_is_a_whole_checkpoint_of_the_trained_policy(policy: Any, tmp_path: Path, contents: tuple[str, ...]) -> None:
+    source, folder = policy("qwen3", "float32"), tmp_path / "global_step_1" / "huggingface"
+    e = engine(contents, folder=source)
+    before = e.handle.weights.fingerprint()
+    train(e, 1)
+    e.save_checkpoint(str(folder.parent), global_step=1)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # nothing but the folder says what they are
+    assert fingerprint(deployed(theirs.state_dict().items())) == e.handle.weights.fingerprint() != before
+    config = lambda path: json.loads((path / "config.json").read_text())
+    assert config(folder) == config(source) | {"dtype": "float32"} and config(folder)["vocab_size"]
+    beside = [file for file in source.iterdir() if file.name != "config.json" and file.suffix != ".safetensors"]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in beside}
+    assert all((folder / file.name).read_bytes() == file.read_bytes() for file in beside)
 
 
 def test_a_save_replaces_that_of_a_run_taken_up_before_it(tmp_path: Path) -> None:
@@ -210,7 +213,8 @@ def routed(records: list[torch.Tensor]) -> TensorDict:
 
 def test_recorded_routes_are_taken_and_must_be_there() -> None:
     """As verl hands them on: zeros in the row of a sequence's last token, and all over in a sample that only pads the batch."""
-    live, replay = (engine(family="qwen3_moe", forward_only=True, router_replay_mode=mode) for mode in ("disabled", "R3"))
+    moe = checkpoint("qwen3_moe", "fp32")
+    live, replay = (engine(folder=moe, forward_only=True, router_replay_mode=mode) for mode in ("disabled", "R3"))
     data = rl_batch(1000)
     with routes.recording(live.handle.module) as chosen:
         want = responses(live.infer_batch(data), data)
@@ -257,19 +261,14 @@ def test_an_exact_sync_says_first_what_it_brings(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="adapters"):
-        engine(lora=8)
     with pytest.raises(InputError, match=r"critic\.enable"):
         EngineRegistry.new("value_model", "mlite", model_config=None, engine_config=None, optimizer_config=None, checkpoint_config=None)
-    for contents, said in ((("model",), "save_contents"), (("hf_model",), None)):
-        e = engine(contents)
-        if said:
-            with pytest.raises(InputError, match=said):
-                e.save_checkpoint(str(tmp_path / "x"))
-        else:
-            e.save_checkpoint(str(tmp_path / "x"))
-            with pytest.raises(InputError, match="holds no checkpoint"):
-                e.load_checkpoint(str(tmp_path / "x"))
+    with pytest.raises(InputError, match=r"checkpoint\.save_contents: holds \['model'\]; name all of"):
+        engine(("model",))
+    e = engine(("hf_model",))
+    e.save_checkpoint(str(tmp_path / "x"))
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        e.load_checkpoint(str(tmp_path / "x"))
     with pytest.raises(InputError, match="hdfs"):
         engine().save_checkpoint(str(tmp_path / "y"), hdfs_path="there")
     data = rl_batch()

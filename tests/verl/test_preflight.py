@@ -123,6 +123,7 @@ def test_a_sound_baseline_passes_and_needs_no_plugin(hybrid: Machine) -> None:
     assert lines[0] == "arm: baseline, here and in every worker" and "packages: vllm, megatron.core, megatron.bridge" in lines
 
 
+ADDED = "is not a key of verl's configuration, and + adds it without effect; did you mean"
 NO_KEY = "is not a key of verl's configuration; did you mean "
 
 # key, what is planted there, what the refusal says after the key
@@ -241,8 +242,8 @@ def test_what_the_engine_itself_refuses_is_said_in_its_words(machine: Machine, k
         (f"{ENGINE}.attention_backend=X", f"{ENGINE}.attention_backend: {NO_KEY}'attention_backend_override'?"),
         ("actor_rollout_ref.actor.enigne.tp=1", f"actor_rollout_ref.actor.enigne.tp: {NO_KEY}'engine'?"),
         (f"~{ENGINE}.grad_ofload", f"{ENGINE}.grad_ofload: {NO_KEY}'grad_offload'?"),
-        ("+trainer.save_frequency=1", "trainer.save_frequency: is not a key of verl's configuration, and + adds it without effect; did you mean 'save_freq'?"),
-        ("+trainer.total_training_step=3", "trainer.total_training_step: is not a key of verl's configuration, and + adds it without"),
+        ("+trainer.save_frequency=1", f"trainer.save_frequency: {ADDED} 'save_freq'?"),
+        ("+trainer.total_training_step=3", f"trainer.total_training_step: {ADDED} 'total_training_steps'?"),
         (f"+{ENGINE}.tp=1", f"overrides: Could not append to config. An item is already at '{ENGINE}.tp'."),
         ("model_engine=mlit", "overrides: In 'ppo_trainer': Could not find 'model_engine/mlit'"),
     ],
@@ -293,8 +294,10 @@ def test_a_hybrid_whose_states_are_not_fp32_is_refused(hybrid: Machine) -> None:
 NUMBERS = {
     f"{ROLLOUT}.max_num_seqs": 0, "trainer.total_training_steps": 2.5, "data.seed": "abc",
     "data.train_batch_size": "abc", f"{ACTOR}.optim.lr": "big", f"{ROLLOUT}.n": 1, f"{ROLLOUT}.temperature": 0,
-    f"{ROLLOUT}.seed": "abc", f"{ROLLOUT}.max_num_batched_tokens": -1, f"{ACTOR}.ppo_epochs": 0, f"{ACTOR}.clip_ratio_low": -1,
-    f"{ACTOR}.clip_ratio_high": "abc", "trainer.save_freq": "abc", f"{ROLLOUT}.gpu_memory_utilization": 5, "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
+    f"{ROLLOUT}.seed": "abc",
+    f"{ROLLOUT}.max_num_batched_tokens": -1, f"{ACTOR}.ppo_epochs": 0, f"{ACTOR}.clip_ratio_low": -1,
+    f"{ACTOR}.clip_ratio_high": "abc", "trainer.save_freq": "abc", f"{ROLLOUT}.gpu_memory_utilization": 5,
+    "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
 }  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def test_one_line_says_what_the_worker_holds_and_the_first_what_it_is(job: Job, 
 def test_the_trainer_reads_what_the_worker_holds_and_what_it_is(job: Job) -> None:
     """Each sync overwrites the answer to the one before; a worker that refuses leaves it, and the trainer does not take it for this one."""
     trainer = SimpleNamespace(answers=job.answers, synced_version=job.facts["version"], synced_fingerprint=job.facts["fingerprint"])
-    with pytest.raises(InputError, match="the rollout answered nothing to policy version 0; set engine_kwargs.vllm.worker_extension_cls"):
+    with pytest.raises(InputError, match=r"the rollout answered nothing to policy version 0; set engine_kwargs.vllm.worker_extension_cls"):
         MliteEngine._answer(trainer)
     for _ in range(2):
         job.sync()
@@ -144,7 +144,7 @@ def test_the_trainer_reads_what_the_worker_holds_and_what_it_is(job: Job) -> Non
         assert MliteEngine._answer(trainer) == held | {"handshake": HANDSHAKE}
     job.refusal(job.tensors[1:], job.facts | {"version": 1})
     trainer.synced_version = 1
-    with pytest.raises(InputError, match="answered {'version': 0, .* to policy version 1; "):
+    with pytest.raises(InputError, match=r"answered {'version': 0, .* to policy version 1; "):
         MliteEngine._answer(trainer)
 
 

@@ -31,8 +31,8 @@ def check_checkpoint(c: Any) -> None:
 
 
 def optimizer_config(c: Any) -> OptimizerConfig:
-    """verl's McoreOptimizerConfig. Where no steps of warmup are given they are a share of those of the decay, and these are all steps, which
-    the trainer has counted by now: as for verl's Megatron engine."""
+    """verl's McoreOptimizerConfig. As for verl's Megatron engine, steps of warmup that are not given are a share of those of the decay, and
+    these are all steps, which the trainer has counted by now."""
     if not isinstance(c, McoreOptimizerConfig):
         raise InputError("optim", f"is a {type(c).__name__}", "add optim=megatron: its keys are the ones that are read")
     decay = c.lr_decay_steps or (c.total_training_steps if c.total_training_steps > 0 else None)

@@ -64,8 +64,9 @@ class MliteEngine(BaseEngine):
         self.synced_fingerprint: str | None = None  # its own of that policy (exact mode)
         self.answers = tempfile.TemporaryDirectory(prefix="mlite-")  # of the rollout, which runs on this node
         self.saved: list[Path] = []
-        if model_config.get("lora_rank", 0) or (model_config.get("lora") or {}).get("rank", 0):
-            raise InputError("model.lora", "adapters are not built", "train all weights: set its rank to 0")
+        lora = model_config.get("lora") or {}
+        if model_config.get("lora_rank", 0) or lora.get("rank", 0) or model_config.get("lora_adapter_path"):
+            raise InputError("model.lora", "adapters are not built", "train all weights: set its rank to 0 and lora_adapter_path to null")
         if model_config.mtp.enable:
             raise InputError("model.mtp.enable", "multi-token prediction is not built", "set it to False")
         check_checkpoint(checkpoint_config)
@@ -262,11 +263,16 @@ def kernels(config: Any, device: str) -> Ops:
 
 def way_back(damaged: Path) -> str:
     """verl has a folder a step, ROOT/global_step_N or ROOT/global_step_N/actor, and one checkpoint in each."""
-    step = next((path for path in (damaged, *damaged.parents) if path.name.startswith("global_step_")), damaged)
-    number = lambda path: int(path.name.removeprefix("global_step_"))
-    steps = sorted((path for path in step.parent.glob("global_step_*") if path.name[12:].isdigit()), key=number)
-    before = [path for path in steps if number(path) < number(step) and (path / damaged.relative_to(step)).is_dir()]
-    return f"go on by trainer.resume_mode=resume_path trainer.resume_from_path={before[-1]}" if before else START_AGAIN
+    step = next((path for path in (damaged, *damaged.parents) if path.name.startswith("global_step_")), None)
+    if step is None:
+        return START_AGAIN
+    earlier: dict[int, Path] = {}
+    for path in step.parent.glob("global_step_*"):
+        number = path.name.removeprefix("global_step_")
+        if number.isdigit() and (path / damaged.relative_to(step)).is_dir():
+            earlier[int(number)] = path
+    before = [number for number in earlier if number < int(step.name.removeprefix("global_step_"))]
+    return f"go on by trainer.resume_mode=resume_path trainer.resume_from_path={earlier[max(before)]}" if before else START_AGAIN
 
 
 def write_answer(path: Path, answer: dict[str, Any]) -> None:

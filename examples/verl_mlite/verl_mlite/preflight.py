@@ -14,11 +14,10 @@ from importlib.util import find_spec
 
 from lite.errors import InputError, nearest
 from lite.primitive.kernels.vllm.version import require_verified_version
+from verl_mlite import preflight_tables as tables
 from verl_mlite.preflight_files import check_data, check_model, check_paths
 from verl_mlite.preflight_job import Job, composed
-from verl_mlite.preflight_tables import (
-    COMPILATION, ENGINES, MEGATRON, NUMBERS, OPTIONAL, ROLLOUT, SETTINGS, SETTINGS_OF_BOTH, VERIFIED, VLLM,
-)  # fmt: skip
+from verl_mlite.preflight_tables import ENGINES, MEGATRON, ROLLOUT, VLLM
 
 SWITCHES = ("VLLM_BATCH_INVARIANT", "MLITE_EXACT")
 FORWARDED = "ray_kwargs.ray_init.runtime_env.env_vars"
@@ -51,22 +50,22 @@ def check_switch(job: Job) -> list[str]:
 
 
 def check_settings(job: Job) -> list[str]:
-    lines = [job.require(*setting) for setting in SETTINGS_OF_BOTH]
+    lines = [job.require(*setting) for setting in tables.SETTINGS_OF_BOTH]
     if job.get(f"{ROLLOUT}.full_determinism") and job.get(f"{ROLLOUT}.n") > 1:
         what = f"is True with rollout.n={job.get(f'{ROLLOUT}.n')}: all samples of a prompt get one seed and coincide"
         raise InputError(f"{ROLLOUT}.full_determinism", what, "set it to False; exactness does not need it")
     if job.exact:
-        lines += [job.require(*setting) for setting in SETTINGS]
+        lines += [job.require(*setting) for setting in tables.SETTINGS]
         mode = "raw_logprobs" if job.get(f"{ROLLOUT}.temperature") == 1 else "processed_logprobs"
         fix = f"set it to {mode}, which fits temperature {job.get(f'{ROLLOUT}.temperature')}"
         lines.append(job.require(f"{ROLLOUT}.logprobs_mode", (mode,), fix))
         trainers = job.get(f"{ENGINES[0]}.attention_backend_override") or "FLASH_ATTN"
         lines.append(job.require(f"{VLLM}.attention_backend", (trainers,), f"set it to the trainer's, {trainers}"))
         for key in job.get(VLLM):
-            if key not in VERIFIED:
+            if key not in tables.VERIFIED:
                 raise InputError(f"{VLLM}.{key}", "was not verified, and wins over verl's own key", "leave it out")
         for key in job.get(f"{VLLM}.compilation_config"):
-            if key not in COMPILATION:
+            if key not in tables.COMPILATION:
                 raise InputError(f"{VLLM}.compilation_config.{key}", "was not verified", "leave it out")
     elif job.get("actor_rollout_ref.actor.strategy") == "mlite":
         fix = f"set both to 1, here and in {FORWARDED} (the recipes do)"
@@ -75,9 +74,9 @@ def check_settings(job: Job) -> list[str]:
 
 
 def check_numbers(job: Job) -> list[str]:
-    for key, kind, above, most in NUMBERS:
+    for key, kind, above, most in tables.NUMBERS:
         found = job.get(key)
-        if found is None and key in OPTIONAL:
+        if found is None and key in tables.OPTIONAL:
             continue
         number = isinstance(found, (int, float) if kind is float else int) and not isinstance(found, bool)
         if not number or not above < found <= most:
@@ -93,13 +92,13 @@ def check_numbers(job: Job) -> list[str]:
     if not job.exact and ranks and gpus % ranks:
         raise InputError(f"{MEGATRON}.expert_model_parallel_size", f"is {ranks}, on {gpus} GPUs", "give one that divides them")
     whole = job.get("data.max_prompt_length") + job.get("data.max_response_length")
-    for key in (f"{ROLLOUT}.max_model_len", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
+    for key in tables.LENGTHS:
         if (found := job.get(key)) is not None and not (isinstance(found, int) and found >= whole):
             raise InputError(key, f"is {found!r}, of prompts and responses of up to {whole} tokens together", "give at least as many")
     overlong, longest = job.get(f"{OVERLONG}.len"), job.get("reward.reward_kwargs.max_resp_len")
     if job.get(f"{OVERLONG}.enable") and not (isinstance(overlong, int) and 0 < overlong <= (longest or 0)):
         raise InputError(f"{OVERLONG}.len", f"is {overlong!r}, of responses of up to {longest} tokens", "give 1 to as many")
-    return [f"{len(NUMBERS)} numbers are in range"]
+    return [f"{len(tables.NUMBERS)} numbers are in range"]
 
 
 def check_packages(job: Job) -> list[str]:
@@ -124,8 +123,8 @@ def _installed(name: str) -> bool:
 
 
 def check_engine(job: Job) -> list[str]:
-    """Builds the configurations of the actor and of the reference policy's engine as the driver and each worker do. The last check: it imports verl, which takes
-    seconds."""
+    """Builds the configurations of the actor, of the reference policy's engine and of the rollout as the driver and each worker do. It is
+    the last: it imports verl, which takes seconds."""
     from verl.utils.config import omega_conf_to_dataclass
 
     if job.exact:

@@ -78,6 +78,9 @@ NUMBERS: tuple[tuple[str, type, float, float], ...] = (
     ("trainer.save_freq", int, -2, 1e9),
 )
 
+# which hold a whole prompt and response
+LENGTHS = (f"{ROLLOUT}.max_model_len", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
+
 OPTIONAL = {"trainer.total_training_steps", "data.seed"}  # of the numbers: null has a meaning
 
 # of engine_kwargs.vllm, which verl puts after its own arguments: what else stands there would win over what is checked above
