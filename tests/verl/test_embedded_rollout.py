@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import verl
@@ -15,16 +16,18 @@ from verl_mlite.testing.rollout import EmbeddedServer
 from lite.errors import InputError
 from lite.primitive.ckpt.safetensors_files import read_tensors
 from lite.primitive.compare import bits
+from lite.runtime import routes
 from lite.runtime.batch import PackedBatch
 from tests.checkpoints import checkpoint, trainer
 
 DEFAULTS = {"temperature": 0.7, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}  # what verl's agent loops ask for
 
 
-def server(dtype: str = "float32", eos: int = 95) -> EmbeddedServer:
-    folder = checkpoint("qwen3", {"float32": "fp32", "bfloat16": "bf16"}[dtype])
+def server(dtype: str = "float32", eos: int = 95, family: str = "qwen3", record: bool = False) -> EmbeddedServer:
+    folder = checkpoint(family, {"float32": "fp32", "bfloat16": "bf16"}[dtype])
     model = SimpleNamespace(local_path=str(folder), override_config={}, tokenizer=SimpleNamespace(eos_token_id=eos))
-    return EmbeddedServer(0, SimpleNamespace(dtype=dtype, seed=42, response_length=12), model)
+    config = SimpleNamespace(dtype=dtype, seed=42, response_length=12, enable_rollout_routing_replay=record)
+    return EmbeddedServer(0, config, model)
 
 
 def generate(engine: EmbeddedServer, prompts: list[list[int]], **changes: Any) -> list[Any]:
@@ -67,19 +70,38 @@ def test_what_would_change_the_distribution_is_refused_by_name(change):
         generate(server(), [[3, 1, 4]], **change)
 
 
+def test_a_record_has_vllms_form_and_is_the_trainers_choice():
+    prompts = [[3, 1, 4]] * 2 + [[1, 5, 9, 2, 6]]
+    outputs = generate(server(family="qwen3_moe", record=True), prompts)
+    runtime, handle = trainer(checkpoint("qwen3_moe", "fp32"), "fp32")
+    config = handle.bundle.config
+    for prompt, output in zip(prompts, outputs, strict=True):
+        record = output.routed_experts
+        assert record.dtype == np.uint8 and not record[:, 0].any()  # a dense layer
+        with routes.recording(handle.module) as found:
+            runtime.forward_backward(handle, PackedBatch.from_samples([(prompt, output.token_ids)]), forward_only=True)
+        assert torch.equal(routes.from_vllm(record, config), routes.by_layer(found, config.layers)[:-1])  # the last token was never run
+    plain = generate(server(family="qwen3_moe"), prompts)
+    assert [(o.token_ids, o.log_probs) for o in plain] == [(o.token_ids, o.log_probs) for o in outputs]
+    assert all(o.routed_experts is None for o in plain)
+    with pytest.raises(InputError, match="the model has no experts"):
+        server(record=True)
+
+
 def sync(facts: dict[str, Any] | None, seed: int = 1) -> list[tuple[str, torch.Tensor]]:
     first = [(SYNC, torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8))] if facts else []
     return first + list(read_tensors(checkpoint("qwen3", "fp32", seed)))
 
 
-def test_a_sync_is_checked_against_the_trainers_fingerprint():
-    engine = server()
+def test_a_sync_is_checked_against_the_trainers_fingerprint(tmp_path):
+    engine, answer = server(), str(tmp_path / "answer.json")
     with pytest.raises(InputError, match="other bytes"):
         asyncio.run(engine.update_weights(sync({"version": 1, "fingerprint": engine.engine.fingerprint()}), 1))
     with pytest.raises(InputError, match="not whole"):
         generate(engine, [[3, 1, 4]])
     _, handle = trainer(checkpoint("qwen3", "fp32", 1), "fp32")
-    asyncio.run(engine.update_weights(sync({"version": 1, "fingerprint": handle.weights.fingerprint()}), 1))
+    asyncio.run(engine.update_weights(sync({"version": 1, "fingerprint": handle.weights.fingerprint(), "answer": answer}), 1))
+    assert json.loads((tmp_path / "answer.json").read_text())["version"] == 1
     assert generate(engine, [[3, 1, 4]])[0].extra_fields["global_steps"] == 1
 
 

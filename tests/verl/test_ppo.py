@@ -8,6 +8,11 @@ GROUPS = 4
 DIFFERENCES = {
     "training/rollout_probs_diff_max", "actor/mlite/old_mismatch", "actor/mlite/actor_mismatch", "actor/ppo_kl", "actor/pg_clipfrac",
 }  # fmt: skip
+SAMPLES = 16  # of a step
+REPLAY = """
+actor_rollout_ref.actor.engine.router_replay_mode=R3 actor_rollout_ref.rollout.enable_rollout_routing_replay=True
+actor_rollout_ref.rollout.moe_load_balance_metrics_interval=1 +actor_rollout_ref.model.override_config.num_experts_per_tok=1
+"""
 
 
 def assert_not_vacuous(step: Metrics) -> None:
@@ -46,3 +51,21 @@ def test_weights_that_were_not_synced_are_found_by_both_counts(data, policy):
     assert stale["actor/mlite/old_mismatch"] > 0.9 * tokens
     assert stale["actor/mlite/actor_mismatch"] > 0.9 * tokens
     assert stale["training/rollout_probs_diff_max"] > 1e-3
+
+
+def test_the_trainer_takes_the_rollouts_routes_and_ends_where_there_are_none(data, policy):
+    """With one expert a token its weight is 1, in a replay as in the kernel; of several, a replay rounds the weights by itself. The third
+    step's records name other experts: they are taken, and so were those before. The fourth has none."""
+    *own, other = train_ppo(
+        data, policy("qwen3_moe", "float32"), "float32", "trainer.use_v1=True", *REPLAY.split(), steps=4,
+        ends="engine.router_replay_mode: R3, and the batch has no routes;", MLITE_TEST_RECORDS="own own other none",
+    )  # fmt: skip
+    assert len(own) == 2
+    for step in own:
+        assert {name: step[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0)
+    for step in (*own, other):
+        assert_not_vacuous(step)
+        fed = step["actor/mlite/old_tokens"] - SAMPLES  # an engine does not run the last token of a response
+        assert step["rollout/moe/routed_expert_assignments"] == 2 * fed  # a column for each of two layers, the dense one, too
+    for path in ("old", "actor"):
+        assert other[f"actor/mlite/{path}_mismatch"] > 0.9 * other[f"actor/mlite/{path}_tokens"]

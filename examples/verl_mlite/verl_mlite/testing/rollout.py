@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from lite.runtime.runtime import Runtime
 
 SKIP_SYNC_AFTER = "MLITE_TEST_SKIP_SYNC_AFTER"
 """Environment variable: no weights are synced after this global step, and everything that finds stale weights must find them."""
+
+RECORDS = "MLITE_TEST_RECORDS"
+"""Environment variable: what the server returns as routes at each step, in their order: own, other (the experts next to those) or none."""
 
 
 def server_name(replica: int) -> str:
@@ -40,7 +44,8 @@ class EmbeddedServer:
             override={k: v for k, v in model_config.override_config.items() if k != "attn_implementation"},
         )
         path = Path(model_config.local_path)
-        self.engine = EmbeddedEngine(Runtime(RuntimeConfig(str(path), backend_cfg=backend)).bundle(), path)
+        bundle = Runtime(RuntimeConfig(str(path), backend_cfg=backend)).bundle()
+        self.engine = EmbeddedEngine(bundle, path, record_routes=config.enable_rollout_routing_replay)
         self.running = asyncio.Lock()
         self.waiting: list[tuple[Prompt, Sampling, asyncio.Future]] = []
         self.arrived = 0
@@ -58,9 +63,20 @@ class EmbeddedServer:
         return TokenOutput(
             token_ids=list(trajectory.response_ids),
             log_probs=trajectory.logprobs.tolist(),  # a double holds every fp32 number
+            routed_experts=self._record(trajectory.routed_experts),
             stop_reason="completed",
             extra_fields={"global_steps": self.global_steps},
         )
+
+    def _record(self, routes: Tensor | None) -> np.ndarray | None:
+        """[prompt + response - 1, L, k] as vLLM returns it: unsigned, and zeros where a layer has no experts."""
+        kind = dict(enumerate(os.environ.get(RECORDS, "").split())).get(self.global_steps or 0, "own")
+        if routes is None or kind == "none":
+            return None
+        experts = self.engine.bundle.config.moe.experts
+        if kind == "other":
+            routes = torch.where(routes < 0, routes, (routes + 1) % experts)
+        return routes.clamp(min=0).numpy().astype(np.uint8 if experts <= 256 else np.uint16)
 
     async def _serve_waiting(self) -> None:
         """All that wait, in one continuous batch for each way of sampling."""
