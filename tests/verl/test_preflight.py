@@ -180,6 +180,9 @@ PLANTED = [
     (f"{ACTOR}.ppo_max_token_len_per_gpu", 20, "is 20, of prompts and responses of up to 10240 tokens together; give at least as many"),
     (f"{ROLLOUT}.max_model_len", 100, "is 100, of prompts and responses of up to 10240 tokens"),
     ("reward.custom_reward_function.path", "/nope.py", "/nope.py is no file; correct the path"),
+    (f"{ROLLOUT}.n", 1, "is 1: a sample alone has no group to be compared with; give a whole number above 1"),
+    (f"{MODEL}.path", None, "is not set; give the folder of a checkpoint"),
+    ("reward.reward_manager.name", "dapoo", "is 'dapoo'; did you mean 'dapo'?"),
     ("data.train_files", 5, "is 5; name a file of prompts, or several"),
     ("data.train_files", [5], "is [5]; name a file"),
     ("data.train_batch_size", 64, "is 64, of 32 prompts in data.train_files; give at most as many"),
@@ -195,6 +198,38 @@ def test_what_would_void_the_run_is_refused_with_where_and_what_to_do(machine: M
 def test_what_verl_itself_refuses_is_said_in_its_words(machine: Machine, key: str, value: str) -> None:
     said = machine.refusal({key: value})
     assert said.startswith("actor_rollout_ref: ") and key.rpartition(".")[2] in said.lower().replace("rollout ", "")
+
+
+@pytest.mark.parametrize("plant", [
+    {f"{ROLLOUT}.n": 1, "algorithm.adv_estimator": "reinforce_plus_plus"},
+    {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
+     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4, f"{ACTOR}.ppo_max_token_len_per_gpu": 64},
+    {"reward.custom_reward_function.path": "pkg://mine.reward"},
+    {"reward.reward_manager.name": "naive", "reward.reward_kwargs.overlong_buffer_cfg.len": 9999},
+    {"data.custom_cls.path": "mine.py", "data.train_files": "a folder"},
+    {"trainer.total_epochs": 3, "trainer.total_training_steps": None, f"{ACTOR}.checkpoint.save_contents": ["hf_model"]},
+])  # fmt: skip
+def test_what_verl_runs_is_not_refused(machine: Machine, plant: dict[str, Any]) -> None:
+    machine.run(plant)
+
+
+@pytest.mark.parametrize("override", [
+    "+ray_kwargs.ray_init.num_gpus=8", "+data.apply_chat_template_kwargs={enable_thinking:True}", "+data.val_batch_size=8",
+    "+trainer.rollout_data_dir=/x", f"+{MODEL}.override_config={{}}", f"+{ACTOR}.optim.lr_decay_steps=9",
+    f"+{ENGINE}.impl_cfg.recompute=null",
+])  # fmt: skip
+def test_keys_that_hydra_takes_for_good_are_not_taken_for_misspelt(override: str) -> None:
+    composed([o for o in overrides("qwen3_dense") if not o.startswith(override.split("=")[0])] + [override])
+
+
+def test_data_for_another_reward_manager_need_no_columns_of_verls(machine: Machine) -> None:
+    machine.write_data(without="reward_model")
+    machine.run({"reward.reward_manager.source": "importlib"})
+    assert "has no column 'reward_model'" in machine.refusal()
+
+
+def test_a_batch_is_of_what_is_left_of_the_data(machine: Machine) -> None:
+    assert machine.refusal({"data.train_max_samples": 8}).startswith("data.train_batch_size: is 32, of 8 prompts in data.train_files")
 
 
 def test_every_setting_is_planted() -> None:
@@ -280,6 +315,9 @@ def test_packages_that_are_not_there_or_not_verified_are_refused(hybrid: Machine
     assert hybrid.refusal().startswith("packages: causal_conv1d is not installed")
     hybrid.has(missing="megatron.core")
     assert hybrid.refusal(arm="0").startswith("packages: megatron.core is not installed")
+    hybrid.has(missing="clearml")
+    said = hybrid.refusal({"trainer.logger": ["console", "clearml"]})
+    assert said == "trainer.logger: clearml is not installed; pip install it, or leave it out"
     hybrid.has(vllm="0.27.0")
     assert hybrid.refusal().startswith("vllm: version 0.27.0 was not verified; install 0.26.0")
     hybrid.has(vllm="0.26.0", plugin="other:register")
@@ -293,10 +331,10 @@ def test_a_hybrid_whose_states_are_not_fp32_is_refused(hybrid: Machine) -> None:
 
 NUMBERS = {
     f"{ROLLOUT}.max_num_seqs": 0, "trainer.total_training_steps": 2.5, "data.seed": "abc",
-    "data.train_batch_size": "abc", f"{ACTOR}.optim.lr": "big", f"{ROLLOUT}.n": 1, f"{ROLLOUT}.temperature": 0,
+    "data.train_batch_size": "abc", f"{ACTOR}.optim.lr": "big", f"{ROLLOUT}.n": 0, f"{ROLLOUT}.temperature": 0,
     f"{ROLLOUT}.seed": "abc",
-    f"{ROLLOUT}.max_num_batched_tokens": -1, f"{ACTOR}.ppo_epochs": 0, f"{ACTOR}.clip_ratio_low": -1,
-    f"{ACTOR}.clip_ratio_high": "abc", "trainer.save_freq": "abc", f"{ROLLOUT}.gpu_memory_utilization": 5,
+    f"{ROLLOUT}.max_num_batched_tokens": -1, f"{ACTOR}.ppo_epochs": 0, "trainer.test_freq": "abc",
+    "trainer.total_epochs": 0, "trainer.save_freq": "abc", f"{ROLLOUT}.gpu_memory_utilization": 5,
     "trainer.n_gpus_per_node": 0, f"{ACTOR}.ppo_mini_batch_size": 64,
 }  # fmt: skip
 
@@ -315,6 +353,9 @@ def test_an_estimator_that_is_unknown_or_needs_a_critic_is_refused(machine: Mach
 def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(machine: Machine) -> None:
     (machine.model / "tokenizer.json").unlink()
     assert "holds no tokenizer" in machine.refusal()
+    (machine.model / "vocab.json").write_text("{}")
+    machine.run()
+    (machine.model / "vocab.json").unlink()
     (machine.model / "tokenizer.json").write_text("{")
     assert "tokenizer.json: is not JSON" in machine.refusal()
     (machine.model / "tokenizer.json").write_text("{}")
@@ -333,7 +374,9 @@ def test_data_that_are_not_named_or_that_verl_does_not_read_are_refused(machine:
         assert f"has no column {column!r}; add it: verl's reward managers read it" in machine.refusal()
     machine.write_data(rows=0)
     assert "has no rows; give a file of prompts" in machine.refusal()
-    for text in ("not json", "", '{"prompt": '):
+    (tmp_path / "prompts.jsonl").write_text('{"question": 1}\n')
+    assert "has no column 'prompt'" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.jsonl")]})
+    for text in ("not json", "", '{"prompt": ', "5"):
         (tmp_path / "prompts.jsonl").write_text(text)
         assert "does not begin with an object of JSON" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.jsonl")]})
     (tmp_path / "prompts.py").touch()

@@ -182,3 +182,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_slash_at_the_end_of_the_folder_does_not_join_the_arms() -> None:
     assert dry_run("qwen3_dense", arm="0", OUT="/runs/out/") == dry_run("qwen3_dense", arm="0")
+
+
+def test_a_blank_after_a_comma_is_no_part_of_a_path() -> None:
+    assert 'data.train_files=["/a.parquet","/b c.parquet"]' in overrides("qwen3_dense", TRAIN_FILES="/a.parquet, /b c.parquet")

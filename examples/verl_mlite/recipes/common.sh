@@ -32,6 +32,7 @@ files() {
   local path list="" each
   IFS=, read -ra each <<<"$1"
   for path in "${each[@]}"; do
+    path="${path#"${path%%[! ]*}"}" # "a, b"
     list+="${list:+,}$(quoted "$path")"
   done
   printf '[%s]' "$list"

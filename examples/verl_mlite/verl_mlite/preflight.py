@@ -82,6 +82,8 @@ def check_numbers(job: Job) -> list[str]:
         if not number or not above < found <= most:
             said = "a whole number" if kind is int else "a number"
             raise InputError(key, f"is {found!r}", f"give {said} above {above}" + (f", at most {most:.0f}" if most < 1e9 else ""))
+    if job.get(f"{ROLLOUT}.n") == 1 and job.get("algorithm.adv_estimator") in tables.GROUPED:
+        raise InputError(f"{ROLLOUT}.n", "is 1: a sample alone has no group to be compared with", "give a whole number above 1")
     batch, mini = job.get("data.train_batch_size"), job.get("actor_rollout_ref.actor.ppo_mini_batch_size")
     if batch % mini:
         raise InputError("actor_rollout_ref.actor.ppo_mini_batch_size", f"is {mini}, of batches of {batch}", "give one that divides them")
@@ -92,11 +94,12 @@ def check_numbers(job: Job) -> list[str]:
     if not job.exact and ranks and gpus % ranks:
         raise InputError(f"{MEGATRON}.expert_model_parallel_size", f"is {ranks}, on {gpus} GPUs", "give one that divides them")
     whole = job.get("data.max_prompt_length") + job.get("data.max_response_length")
-    for key in tables.LENGTHS:
-        if (found := job.get(key)) is not None and not (isinstance(found, int) and found >= whole):
+    for key, where in tables.LENGTHS.items():
+        if (found := job.get(key)) is not None and (where is None or job.get(where)) and not (isinstance(found, int) and found >= whole):
             raise InputError(key, f"is {found!r}, of prompts and responses of up to {whole} tokens together", "give at least as many")
     overlong, longest = job.get(f"{OVERLONG}.len"), job.get("reward.reward_kwargs.max_resp_len")
-    if job.get(f"{OVERLONG}.enable") and not (isinstance(overlong, int) and 0 < overlong <= (longest or 0)):
+    read = job.get("reward.reward_manager.name") == "dapo" and job.get(f"{OVERLONG}.enable")
+    if read and not (isinstance(overlong, int) and 0 < overlong <= (longest or 0)):
         raise InputError(f"{OVERLONG}.len", f"is {overlong!r}, of responses of up to {longest} tokens", "give 1 to as many")
     return [f"{len(tables.NUMBERS)} numbers are in range"]
 
@@ -112,6 +115,10 @@ def check_packages(job: Job) -> list[str]:
     for name in needed:
         if not _installed(name):
             raise InputError("packages", f"{name} is not installed", "pip install '.[gpu]' in the checkout" if job.exact else "install it")
+    loggers = job.get("trainer.logger")
+    for name in loggers if isinstance(loggers, list) else [loggers]:
+        if name in tables.LOGGERS and not _installed(name):
+            raise InputError("trainer.logger", f"{name} is not installed", "pip install it, or leave it out")
     return [*lines, f"packages: {', '.join(needed)}"]
 
 
@@ -135,6 +142,8 @@ def check_engine(job: Job) -> list[str]:
             for key in job.get(engine):
                 if key not in known | {"_target_"}:
                     raise InputError(f"{engine}.{key}", "is not a known key", nearest(key, known))
+    import verl.experimental.reward_loop.reward_manager  # noqa: F401 (which registers them)
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.utils.tracking import Tracking
 
@@ -143,6 +152,7 @@ def check_engine(job: Job) -> list[str]:
         "algorithm.adv_estimator": estimators,
         "actor_rollout_ref.actor.policy_loss.loss_mode": set(POLICY_LOSS_REGISTRY),
         "trainer.logger": set(Tracking.supported_backend),
+        **({"reward.reward_manager.name": set(REWARD_MANAGER)} if job.get("reward.reward_manager.source") == "register" else {}),
     }.items():
         found = job.get(key)
         for name in found if isinstance(found, list) else [found]:

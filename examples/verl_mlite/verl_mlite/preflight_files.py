@@ -14,12 +14,14 @@ from verl_mlite.preflight_tables import MEGATRON, VLLM
 
 def check_model(job: Job) -> list[str]:
     folder = job.model
+    if not job.get("actor_rollout_ref.model.path"):
+        raise InputError("actor_rollout_ref.model.path", "is not set", "give the folder of a checkpoint")
     kind = load_hf_config(folder).get("model_type")
     if not any(folder.glob("*.safetensors")):
         raise InputError(folder, "holds no safetensors", "give the folder of a safetensors checkpoint")
     names = tensor_names(folder)
     tokenizer = Path(job.get("actor_rollout_ref.model.tokenizer_path") or folder)
-    if not any(tokenizer.glob("*token*")):
+    if not any([*tokenizer.glob("*token*"), *tokenizer.glob("vocab.*")]):
         raise InputError(tokenizer, "holds no tokenizer", "add its files: verl formats the prompts with it")
     for file in tokenizer.glob("tokenizer*.json"):
         read_json(file)
@@ -39,6 +41,8 @@ def check_model(job: Job) -> list[str]:
 
 
 def check_data(job: Job) -> list[str]:
+    if job.get("data.custom_cls.path"):
+        return ["data: read by data.custom_cls"]
     lines, rows = [], {}
     for key in ("data.train_files", "data.val_files"):
         found = job.get(key)
@@ -49,9 +53,11 @@ def check_data(job: Job) -> list[str]:
             raise InputError(key, f"is {found!r}", "name a file of prompts, or several")
         rows[key] = [_rows(job, key, name) for name in names if "://" not in name]
         lines.append(f"{key}: {found}")
-    counted, batch = rows["data.train_files"], job.get("data.train_batch_size")
-    if counted and None not in counted and sum(counted) < batch:
-        raise InputError("data.train_batch_size", f"is {batch}, of {sum(counted)} prompts in data.train_files", "give at most as many")
+    counted, batch, most = rows["data.train_files"], job.get("data.train_batch_size"), job.get("data.train_max_samples")
+    if counted and None not in counted:
+        prompts = min(sum(counted), most if most and most > 0 else sum(counted))
+        if prompts < batch:
+            raise InputError("data.train_batch_size", f"is {batch}, of {prompts} prompts in data.train_files", "give at most as many")
     return lines
 
 
@@ -66,11 +72,13 @@ def _rows(job: Job, key: str, name: str) -> int | None:
         raise InputError(key, f"{name} is of a kind that verl does not read", "give a .parquet, .json or .jsonl")
     with path.open(errors="replace") as file:
         first = next((line for line in file if line.strip()), "")
+    if first.lstrip().startswith("["):
+        return None
     try:
-        if not first.lstrip().startswith("["):
-            json.loads(first)
-    except ValueError:
+        columns = list(json.loads(first))
+    except (ValueError, TypeError):
         raise InputError(key, f"{name} does not begin with an object of JSON", "write one a line") from None
+    _require_columns(job, key, name, columns)
     return None
 
 
@@ -82,16 +90,20 @@ def _parquet_rows(job: Job, key: str, name: str) -> int:
         found = read_metadata(Path(name).expanduser())
     except ArrowException as error:
         raise InputError(key, f"{name} is no whole parquet file ({error})", "write it again, or give a .json or .jsonl") from None
-    columns = found.schema.to_arrow_schema().names
-    prompts = job.get("data.prompt_key")
-    if prompts not in columns:
-        raise InputError(key, f"{name} has no column {prompts!r}", "add it, or name another by data.prompt_key")
-    for column in ("data_source", "reward_model"):
-        if column not in columns:
-            raise InputError(key, f"{name} has no column {column!r}", "add it: verl's reward managers read it of every prompt")
+    _require_columns(job, key, name, found.schema.to_arrow_schema().names)
     if not found.num_rows:
         raise InputError(key, f"{name} has no rows", "give a file of prompts")
     return int(found.num_rows)
+
+
+def _require_columns(job: Job, key: str, name: str, columns: list[str]) -> None:
+    prompts = job.get("data.prompt_key")
+    if prompts not in columns:
+        raise InputError(key, f"{name} has no column {prompts!r}", "add it, or name another by data.prompt_key")
+    if job.get("reward.reward_manager.source") == "register":
+        for column in ("data_source", "reward_model"):
+            if column not in columns:
+                raise InputError(key, f"{name} has no column {column!r}", "add it: verl's reward managers read it of every prompt")
 
 
 def check_paths(job: Job) -> list[str]:
@@ -100,6 +112,6 @@ def check_paths(job: Job) -> list[str]:
     if job.get("trainer.resume_mode") == "resume_path" and not (start and "global_step_" in start and Path(start).is_dir()):
         raise InputError("trainer.resume_from_path", f"is {start!r}", "give the folder .../global_step_N of a checkpoint")
     reward = job.get("reward.custom_reward_function.path")
-    if reward and not Path(reward).is_file():
+    if reward and "://" not in reward and not Path(reward).expanduser().is_file():
         raise InputError("reward.custom_reward_function.path", f"{reward} is no file", "correct the path")
     return []

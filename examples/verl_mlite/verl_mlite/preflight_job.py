@@ -16,6 +16,12 @@ from lite.errors import InputError, nearest
 from lite.model.registry import family, family_of
 from lite.primitive.ckpt.hf_config import load_hf_config
 
+CLOSED = (
+    "trainer", "data", "algorithm", "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.ref",
+    "actor_rollout_ref.rollout",
+)  # fmt: skip
+"""Groups whose keys are all verl's own; what lies below them may be handed on to others."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -81,10 +87,10 @@ def _nearest_key(config: Any, key: str) -> str:
 
 
 def _refuse_near_misses(keys: list[str], config: DictConfig) -> None:
-    """Hydra's + adds any key, and verl passes over those it does not know. One that is nearly one of theirs was meant to be it."""
+    """Hydra's + adds any key, and in these groups verl passes over those it does not know. One that is nearly one of theirs was meant."""
     for key in (key.removeprefix("+") for key in keys if re.match(r"\+[^+@]+$", key)):
         parent, _, leaf = key.rpartition(".")
-        siblings = OmegaConf.select(config, parent) if parent else config
-        close = difflib.get_close_matches(leaf, map(str, siblings), 1, 0.75) if OmegaConf.is_dict(siblings) else []
-        if close:
+        siblings = OmegaConf.select(config, parent) if parent in CLOSED else {}
+        close = difflib.get_close_matches(leaf, map(str, siblings), 1, 0.75)
+        if close and leaf not in siblings:  # + may fill one that is null
             raise InputError(key, "is not a key of verl's configuration, and + adds it without effect", f"did you mean {close[0]!r}?")

@@ -62,7 +62,7 @@ NUMBERS: tuple[tuple[str, type, float, float], ...] = (
     ("data.max_response_length", int, 0, 1e9),
     ("actor_rollout_ref.actor.ppo_mini_batch_size", int, 0, 1e9),
     ("actor_rollout_ref.actor.optim.lr", float, 0, 1),
-    (f"{ROLLOUT}.n", int, 1, 1e9),  # one sample of a prompt has no group to be compared with
+    (f"{ROLLOUT}.n", int, 0, 1e9),
     (f"{ROLLOUT}.temperature", float, 0, 1e9),
     (f"{ROLLOUT}.gpu_memory_utilization", float, 0, 1),
     ("trainer.n_gpus_per_node", int, 0, 1e9),
@@ -73,13 +73,23 @@ NUMBERS: tuple[tuple[str, type, float, float], ...] = (
     (f"{ROLLOUT}.seed", int, -1, 1e18),
     (f"{ROLLOUT}.max_num_batched_tokens", int, 0, 1e9),
     ("actor_rollout_ref.actor.ppo_epochs", int, 0, 1e9),
-    ("actor_rollout_ref.actor.clip_ratio_low", float, 0, 1e9),
-    ("actor_rollout_ref.actor.clip_ratio_high", float, 0, 1e9),
     ("trainer.save_freq", int, -2, 1e9),
+    ("trainer.test_freq", int, -2, 1e9),
+    ("trainer.total_epochs", int, 0, 1e9),
 )
 
-# which hold a whole prompt and response
-LENGTHS = (f"{ROLLOUT}.max_model_len", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
+# which hold a whole prompt and response, and what they depend on
+LENGTHS = {
+    f"{ROLLOUT}.max_model_len": None,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor_rollout_ref.actor.use_dynamic_bsz",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+}
+
+# estimators that compare a prompt's samples with each other
+GROUPED = {"grpo", "grpo_vectorized", "grpo_passk", "gdpo", "gpg", "opo", "rloo", "rloo_vectorized"}
+
+# loggers that are packages of their own
+LOGGERS = {"wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio"}
 
 OPTIONAL = {"trainer.total_training_steps", "data.seed"}  # of the numbers: null has a meaning
 
