@@ -42,6 +42,21 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a dense model; see `tests.verl_machine`, which imports verl_mlite."""
+    from tests.verl_machine import Machine
+
+    return Machine(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from tests.verl_machine import Machine
+
+    return Machine(tmp_path, monkeypatch, "nemotron_h")
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """See `write_data`."""

@@ -1,107 +1,17 @@
 """Each refusal, planted alone in a job that passes."""
 
-import copy
-import functools
-import importlib.metadata
-import json
-from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 import ray
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
-from safetensors.torch import save_file
-from verl_mlite import preflight as subject
-from verl_mlite.preflight import CHECKS, Job, checked, composed, preflight
+from verl_mlite.preflight import CHECKS, checked, preflight
+from verl_mlite.preflight_job import Job, composed
 from verl_mlite.preflight_tables import SETTINGS, SETTINGS_OF_BOTH, WORKER
 
 from lite.errors import InputError
-from lite.model.registry import family
-from lite.primitive.ckpt.spec import parts
-from tests.checkpoints import hf_config
 from tests.recipe_commands import overrides
-
-ROLLOUT, VLLM = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.engine_kwargs.vllm"
-ACTOR, ENGINE = "actor_rollout_ref.actor", "actor_rollout_ref.actor.engine"
-MODEL = "actor_rollout_ref.model"
-FORWARDED = "ray_kwargs.ray_init.runtime_env.env_vars"
-RECIPE = {"qwen3": "qwen3_dense", "nemotron_h": "nemotron_h"}
-GONE = object()
-
-
-def model_folder(folder: Path, **config: Any) -> Path:
-    """Right in its tensors' names."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    kind = family(config["model_type"]) if config["model_type"] in RECIPE else None
-    model = kind.build_model_config(config) if kind else None
-    names = [part.hf for part in parts(kind.WEIGHTS, model, model.layers)] if kind else ["w"]
-    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-@functools.cache
-def recipe_config(name: str, arm: str) -> DictConfig:
-    return composed(overrides(name, arm=arm))
-
-
-def planted(config: DictConfig, key: str, value: Any) -> None:
-    parent, _, leaf = key.rpartition(".")
-    with open_dict(config):
-        if value is GONE:
-            del OmegaConf.select(config, parent)[leaf]
-        else:
-            OmegaConf.update(config, key, value, merge=False, force_add=True)
-
-
-class Machine:
-    """A checkpoint of the family, data, and the packages of a GPU machine, as far as preflight asks."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "qwen3"):
-        self.patch, self.family, self.data = monkeypatch, family, folder / "train.parquet"
-        self.model = model_folder(folder / "model", **hf_config(family))
-        self.write_data()
-        self.has(vllm="0.26.0", plugin="lite.vllm_plugin:register")
-
-    def write_data(self, rows: int = 32, without: str = "") -> None:
-        columns = {"prompt": ["1 + 1"] * rows, "data_source": ["x"] * rows, "reward_model": ["2"] * rows}
-        pyarrow.parquet.write_table(pyarrow.table({name: column for name, column in columns.items() if name != without}), self.data)
-
-    def has(self, vllm: str | None = None, plugin: str | None = None, missing: str | None = None) -> None:
-        if vllm:
-            real = importlib.metadata.version
-            self.patch.setattr("importlib.metadata.version", lambda name: vllm if name == "vllm" else real(name))
-        if plugin:
-            found = [EntryPoint("mlite", plugin, "vllm.general_plugins")]
-            self.patch.setattr(subject, "entry_points", lambda group: found)
-        self.patch.setattr(subject, "_installed", lambda name: name != missing)
-
-    def run(self, plant: dict[str, Any] | None = None, arm: str = "1") -> list[str]:
-        config = copy.deepcopy(recipe_config(RECIPE[self.family], arm))
-        mine = {"data.train_files": [str(self.data)], "data.val_files": str(self.data), f"{MODEL}.path": str(self.model)}
-        for key, value in (mine | (plant or {})).items():
-            planted(config, key, value)
-        return checked(Job(config, {"VLLM_BATCH_INVARIANT": arm, "MLITE_EXACT": arm}))
-
-    def refusal(self, plant: dict[str, Any] | None = None, arm: str = "1") -> str:
-        with pytest.raises(InputError) as caught:
-            self.run(plant, arm)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch, "nemotron_h")
+from tests.verl_machine import ACTOR, ENGINE, FORWARDED, GONE, MODEL, ROLLOUT, VLLM, Machine, recipe_config
 
 
 def test_a_sound_job_passes_and_each_check_says_what_it_saw(machine: Machine) -> None:
@@ -222,24 +132,8 @@ def test_keys_that_hydra_takes_for_good_are_not_taken_for_misspelt(override: str
     composed([o for o in overrides("qwen3_dense") if not o.startswith(override.split("=")[0])] + [override])
 
 
-def test_data_for_another_reward_manager_need_no_columns_of_verls(machine: Machine) -> None:
-    machine.write_data(without="reward_model")
-    machine.run({"reward.reward_manager.source": "importlib"})
-    assert "has no column 'reward_model'" in machine.refusal()
-
-
-def test_a_batch_is_of_what_is_left_of_the_data(machine: Machine) -> None:
-    assert machine.refusal({"data.train_max_samples": 8}).startswith("data.train_batch_size: is 32, of 8 prompts in data.train_files")
-
-
 def test_every_setting_is_planted() -> None:
     assert {key for key, *_ in (*SETTINGS, *SETTINGS_OF_BOTH)} <= {key for key, *_ in PLANTED}
-
-
-def test_a_run_that_goes_on_from_nowhere_is_refused(machine: Machine, tmp_path: Path) -> None:
-    for start in (None, "/nope/global_step_3", str(tmp_path)):
-        said = machine.refusal({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": start})
-        assert said.startswith(f"trainer.resume_from_path: is {start!r}; give the folder .../global_step_N")
 
 
 def test_another_temperature_needs_other_logprobs(machine: Machine) -> None:
@@ -297,17 +191,6 @@ def test_switches_that_disagree_are_refused(invariant: str | None, exact: str | 
         checked(job)
 
 
-def test_a_model_that_is_not_there_or_of_no_family_is_refused(machine: Machine, tmp_path: Path) -> None:
-    assert machine.refusal({f"{MODEL}.path": str(tmp_path / "none")}).startswith(f"{tmp_path}/none: no such folder; ")
-    (tmp_path / "empty").mkdir()
-    assert "empty/config.json: no such file; " in machine.refusal({f"{MODEL}.path": str(tmp_path / "empty")})
-    other = model_folder(tmp_path / "other", **hf_config("qwen3", model_type="qwen3_mo"))
-    said = machine.refusal({f"{MODEL}.path": str(other)})
-    assert said == "config.json: model_type 'qwen3_mo' is not supported; did you mean 'qwen3_moe'?"
-    (other / "model.safetensors").unlink()
-    assert "holds no safetensors" in machine.refusal({f"{MODEL}.path": str(other)})
-
-
 def test_packages_that_are_not_there_or_not_verified_are_refused(hybrid: Machine) -> None:
     hybrid.has(missing="mamba_ssm")
     assert hybrid.refusal() == "packages: mamba_ssm is not installed; pip install '.[gpu]' in the checkout"
@@ -348,51 +231,6 @@ def test_a_number_that_is_none_or_proves_nothing_is_refused(machine: Machine, ke
 def test_an_estimator_that_is_unknown_or_needs_a_critic_is_refused(machine: Machine, name: str, hint: str) -> None:
     said = machine.refusal({"algorithm.adv_estimator": name}, arm="0" if name == "gea" else "1")
     assert said.startswith(f"algorithm.adv_estimator: {hint}")
-
-
-def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(machine: Machine) -> None:
-    (machine.model / "tokenizer.json").unlink()
-    assert "holds no tokenizer" in machine.refusal()
-    (machine.model / "vocab.json").write_text("{}")
-    machine.run()
-    (machine.model / "vocab.json").unlink()
-    (machine.model / "tokenizer.json").write_text("{")
-    assert "tokenizer.json: is not JSON" in machine.refusal()
-    (machine.model / "tokenizer.json").write_text("{}")
-    whole = machine.data.read_bytes()
-    for broken in (b"x", b"PAR1", whole[: len(whole) // 2]):
-        machine.data.write_bytes(broken)
-        assert "is no whole parquet file" in machine.refusal()
-
-
-def test_data_that_are_not_named_or_that_verl_does_not_read_are_refused(machine: Machine, tmp_path: Path) -> None:
-    assert machine.refusal({"data.val_files": None}) == "data.val_files: is not set; name a file of prompts"
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["1 + 1"]}), machine.data)
-    assert "has no column 'prompt'; add it" in machine.refusal()
-    for column in ("data_source", "reward_model"):
-        machine.write_data(without=column)
-        assert f"has no column {column!r}; add it: verl's reward managers read it" in machine.refusal()
-    machine.write_data(rows=0)
-    assert "has no rows; give a file of prompts" in machine.refusal()
-    (tmp_path / "prompts.jsonl").write_text('{"question": 1}\n')
-    assert "has no column 'prompt'" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.jsonl")]})
-    for text in ("not json", "", '{"prompt": ', "5"):
-        (tmp_path / "prompts.jsonl").write_text(text)
-        assert "does not begin with an object of JSON" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.jsonl")]})
-    (tmp_path / "prompts.py").touch()
-    assert "is of a kind that verl does not read" in machine.refusal({"data.train_files": [str(tmp_path / "prompts.py")]})
-
-
-def test_a_checkpoint_that_is_not_whole_is_refused(machine: Machine) -> None:
-    save_file({"w": torch.zeros(1)}, machine.model / "model.safetensors")
-    said = machine.refusal()
-    assert "tensors do not match the model: " in said and "missing (" in said and "1 unexpected (w)" in said
-    (machine.model / "model.safetensors").write_bytes(b"abc")
-    assert "is truncated or no safetensors file" in machine.refusal()
-    save_file({"w": torch.zeros(1)}, machine.model / "model-00002-of-00002.safetensors")
-    index = {"weight_map": {"v": "model-00001-of-00002.safetensors", "w": "model-00002-of-00002.safetensors"}}
-    (machine.model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-00001-of-00002.safetensors: this shard is missing" in machine.refusal()
 
 
 OPTIMIZER = {"optimizer": "sgd", "weight_decay": -1, "betas": [0.9], "lr_decay_style": "nosuch", "override_optimizer_config": {"x": 1}}
