@@ -35,6 +35,7 @@ SYNC = "mlite.sync"
 
 ANSWER = "answer.json"  # what the rollout writes when it holds the policy of a sync
 
+
 def _first_48_bits(fingerprint: str) -> int:
     return int(fingerprint[:12], 16)  # a double holds them, and the mean over ranks
 
