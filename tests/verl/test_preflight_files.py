@@ -35,7 +35,7 @@ def test_a_model_that_is_not_there_or_of_no_family_is_refused(machine: Machine, 
     said = machine.refusal({f"{MODEL}.path": str(other)})
     assert said == "config.json: model_type 'qwen3_mo' is not supported; did you mean 'qwen3_moe'?"
     (other / "model.safetensors").unlink()
-    assert "holds no safetensors" in machine.refusal({f"{MODEL}.path": str(other)})
+    assert "holds neither model.safetensors.index.json nor model.safetensors" in machine.refusal({f"{MODEL}.path": str(other)})
 
 
 def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(machine: Machine) -> None:

@@ -10,18 +10,15 @@ from verl.workers.config.engine import EngineRouterReplayConfig
 
 from lite.errors import InputError, nearest
 from lite.model.registry import family
+from verl_mlite.preflight_tables import SETTINGS
 
 IMPLS = ("lite", "vllm", "reference")
 ATTENTION = (None, "FLASH_ATTN", "TRITON_ATTN")
 REPLAY = ("disabled", "R3")
 IMPL_CFG = {"use_thd": True, "use_deepep": False, "optimizer": "fsdp2", "recompute": None}
 """Keys of impl_cfg and their defaults."""
-EXACT_ROLLOUT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "top_p": ((1,), "actor_rollout_ref.rollout.top_p"),
-    "top_k": ((-1, 0), "actor_rollout_ref.rollout.top_k"),
-    "bypass_mode": ((False,), "algorithm.rollout_correction.bypass_mode"),
-}
-"""Keys of exact_rollout, the values they may have, and where they come from."""
+EXACT_ROLLOUT = {key.rpartition(".")[2]: (key, *rest) for key, *rest in SETTINGS if key.endswith((".top_p", ".top_k", ".bypass_mode"))}
+"""Keys of exact_rollout, and what preflight asks of them: where they come from, the values they may have, what to do otherwise."""
 
 
 @dataclass
@@ -100,9 +97,9 @@ class MliteEngineConfig(EngineConfig):
         if self.model_name != "auto":
             family(self.model_name)
         if os.environ.get("MLITE_EXACT") == "1":
-            for key, (wanted, where) in EXACT_ROLLOUT.items():
-                if (found := self.exact_rollout.get(key, wanted[0])) not in wanted:
-                    raise InputError(where, f"is {found!r} in exact mode", f"set it to {wanted[0]}")
+            for key, (where, allowed, fix) in EXACT_ROLLOUT.items():
+                if (found := self.exact_rollout.get(key, allowed[0])) not in allowed:
+                    raise InputError(where, f"is {found!r} in exact mode", fix)
         if self.resync_config:
             raise InputError("engine.resync_config", f"{dict(self.resync_config)} is not built", "leave it empty")
 

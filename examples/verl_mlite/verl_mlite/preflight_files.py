@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from lite.errors import InputError
 from lite.primitive.ckpt.hf_config import load_hf_config
@@ -17,8 +16,6 @@ def check_model(job: Job) -> list[str]:
     if not job.get("actor_rollout_ref.model.path"):
         raise InputError("actor_rollout_ref.model.path", "is not set", "give the folder of a checkpoint")
     kind = load_hf_config(folder).get("model_type")
-    if not any(folder.glob("*.safetensors")):
-        raise InputError(folder, "holds no safetensors", "give the folder of a safetensors checkpoint")
     names = tensor_names(folder)
     tokenizer = Path(job.get("actor_rollout_ref.model.tokenizer_path") or folder)
     if not any([*tokenizer.glob("*token*"), *tokenizer.glob("vocab.*")]):
@@ -108,7 +105,7 @@ def _require_columns(job: Job, key: str, name: str, columns: list[str]) -> None:
 
 def check_paths(job: Job) -> list[str]:
     """What else is named by its path."""
-    start: Any = job.get("trainer.resume_from_path") if job.get("trainer.resume_mode") == "resume_path" else None
+    start = job.get("trainer.resume_from_path")
     if job.get("trainer.resume_mode") == "resume_path" and not (start and "global_step_" in start and Path(start).is_dir()):
         raise InputError("trainer.resume_from_path", f"is {start!r}", "give the folder .../global_step_N of a checkpoint")
     reward = job.get("reward.custom_reward_function.path")

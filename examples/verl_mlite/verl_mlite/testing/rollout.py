@@ -109,8 +109,8 @@ class EmbeddedServer:
                     "weight sync", f"version {facts['version']}: the engine holds other bytes than the trainer", "do not train on"
                 )
         if facts:
-            held = {"version": facts["version"], "fingerprint": self.engine.fingerprint()}
-            write_answer(Path(facts["answer"]), held | {"handshake": {"engine": "embedded"}})
+            held = {"version": facts["version"], "fingerprint": facts["fingerprint"], "handshake": {"engine": "embedded"}}
+            write_answer(Path(facts["answer"]), held)
         self.global_steps = global_steps
 
     async def sleep(self) -> None:
