@@ -52,7 +52,8 @@ def test_a_run_resumed_after_a_break_says_what_the_unbroken_one_says(straight, t
 def test_a_killed_run_goes_on(straight, tmp_path, monkeypatch) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "lite.cli", *RUN, "--updates", "5", "--save-every", "1", "--out", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # this process has one thread, too, and goes on as the same run
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
     while not list((out / "checkpoints").glob("step-00000002*")):
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.02)
