@@ -40,6 +40,7 @@ def model_folder(folder: Path, **config: Any) -> Path:
     names = [part.hf for part in parts(kind.WEIGHTS, model, model.layers)] if kind else ["w"]
     save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
@@ -62,12 +63,12 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "qwen3"):
         self.patch, self.family, self.data = monkeypatch, family, folder / "train.parquet"
-        self.model = model_folder(folder / "model", **hf_config(family))
+        self.model = model_folder(folder / "model", **hf_config(family, max_position_embeddings=16384))
         self.write_data()
         self.has(vllm="0.26.0", plugin="lite.vllm_plugin:register")
 
-    def write_data(self, rows: int = 32, without: str = "") -> None:
-        columns = {"prompt": ["1 + 1"] * rows, "data_source": ["x"] * rows, "reward_model": ["2"] * rows}
+    def write_data(self, rows: int = 32, without: str = "", prompt: Any = ({"role": "user", "content": "1 + 1"},)) -> None:
+        columns = {"prompt": [prompt] * rows, "data_source": ["x"] * rows, "reward_model": ["2"] * rows}
         pyarrow.parquet.write_table(pyarrow.table({name: column for name, column in columns.items() if name != without}), self.data)
 
     def has(self, vllm: str | None = None, plugin: str | None = None, missing: str | None = None) -> None:

@@ -83,6 +83,8 @@ PLANTED = [
     ("data.val_files", ["/none.parquet"], "/none.parquet is no file; correct the path"),
     (f"{VLLM}.gpu_memory_utilization", 7, "was not verified, and wins over verl's own key; leave it out"),
     (f"{VLLM}.compilation_config.pass_config", {"fuse_norm_quant": True}, "was not verified; leave it out"),
+    (f"{ROLLOUT}.max_model_len", 20_000, "is 20000, of a model whose max_position_embeddings is 16384; give at most as many"),
+    ("actor_rollout_ref.hybrid_engine", False, "is False; leave it True"),
     (f"{ROLLOUT}.load_format", "bogus", "is 'bogus'; choose dummy"),
     ("trainer.resume_mode", "bogus", "is 'bogus'; choose auto, disable or resume_path"),
     ("trainer.logger", ["consol"], "is 'consol'; did you mean 'console'?"),
@@ -117,6 +119,7 @@ def test_what_verl_itself_refuses_is_said_in_its_words(machine: Machine, key: st
     {"reward.custom_reward_function.path": "pkg://mine.reward"},
     {"reward.reward_manager.name": "naive", "reward.reward_kwargs.overlong_buffer_cfg.len": 9999},
     {"data.custom_cls.path": "mine.py", "data.train_files": "a folder"},
+    {f"{ROLLOUT}.max_model_len": 20_000, f"{MODEL}.override_config": {"max_position_embeddings": 32768}},
     {"trainer.total_epochs": 3, "trainer.total_training_steps": None, f"{ACTOR}.checkpoint.save_contents": ["hf_model"]},
 ])  # fmt: skip
 def test_what_verl_runs_is_not_refused(machine: Machine, plant: dict[str, Any]) -> None:
@@ -173,6 +176,11 @@ def test_what_the_engine_itself_refuses_is_said_in_its_words(machine: Machine, k
         (f"~{ENGINE}.grad_ofload", f"{ENGINE}.grad_ofload: {NO_KEY}'grad_offload'?"),
         ("+trainer.save_frequency=1", f"trainer.save_frequency: {ADDED} 'save_freq'?"),
         ("+trainer.total_training_step=3", f"trainer.total_training_step: {ADDED} 'total_training_steps'?"),
+        ("++trainer.save_frequency=1", f"trainer.save_frequency: {ADDED} 'save_freq'?"),
+        ("trainer.save_freq.x=1", "trainer.save_freq.x: is not a key of verl's configuration; leave it out: save_freq holds no keys"),
+        (f"{ROLLOUT}.mtp.enable=True", f"{ROLLOUT}.mtp.enable: is not a key of verl's configuration; leave it out: mtp holds no keys"),
+        (f"{ROLLOUT}.engine_kwargs.trtllm.a=1", f"{ROLLOUT}.engine_kwargs.trtllm.a: is not a key of verl's configuration; trtllm has none"),
+        ("trainer.logger.x=1", "overrides: invalid literal for int() with base 10: 'x'; correct them"),
         (f"+{ENGINE}.tp=1", f"overrides: Could not append to config. An item is already at '{ENGINE}.tp'."),
         ("model_engine=mlit", "overrides: In 'ppo_trainer': Could not find 'model_engine/mlit'"),
     ],

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import hf_config
-from tests.verl_machine import MODEL, Machine, model_folder
+from tests.verl_machine import MODEL, ROLLOUT, Machine, model_folder
+
+WRITE = "write each as [{role: user, content: ...}]"
 
 
 def test_data_for_another_reward_manager_need_no_columns_of_verls(machine: Machine) -> None:
@@ -51,6 +53,31 @@ def test_a_model_without_a_tokenizer_and_data_that_are_no_parquet_are_refused(ma
     for broken in (b"x", b"PAR1", whole[: len(whole) // 2]):
         machine.data.write_bytes(broken)
         assert "is no whole parquet file" in machine.refusal()
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(machine: Machine) -> None:
+    (machine.model / "chat_template.jinja").unlink()
+    for content in (None, {"chat_template": None}):
+        if content:
+            (machine.model / "tokenizer_config.json").write_text(json.dumps(content))
+        assert machine.refusal().startswith(f"{machine.model}: holds no chat template, with which verl formats the prompts; add ")
+    machine.run({f"{MODEL}.custom_chat_template": "{{ messages }}"})
+    machine.run({f"{ROLLOUT}.agent.agent_loop_config_path": "mine.yaml"})
+    (machine.model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    machine.run()
+
+
+def test_prompts_that_are_no_lists_of_messages_are_refused(machine: Machine, tmp_path: Path) -> None:
+    machine.write_data(prompt="1 + 1")
+    assert machine.refusal() == f"data.train_files: {machine.data} has prompts that are no lists of messages; {WRITE}"
+    machine.run({f"{ROLLOUT}.agent.agent_loop_config_path": "mine.yaml"})
+    for prompt, refused in (('"1 + 1"', True), ('[{"role": "user", "content": "1 + 1"}]', False)):
+        (tmp_path / "a.jsonl").write_text(f'{{"prompt": {prompt}, "data_source": "x", "reward_model": "2"}}\n')
+        plant = {"data.train_files": [str(tmp_path / "a.jsonl")], "data.val_files": [str(tmp_path / "a.jsonl")]}
+        if refused:
+            assert machine.refusal(plant) == f"data.train_files: {tmp_path}/a.jsonl has prompts that are no lists of messages; {WRITE}"
+        else:
+            machine.run(plant)
 
 
 def test_data_that_are_not_named_or_that_verl_does_not_read_are_refused(machine: Machine, tmp_path: Path) -> None:

@@ -184,5 +184,27 @@ def test_a_slash_at_the_end_of_the_folder_does_not_join_the_arms() -> None:
     assert dry_run("qwen3_dense", arm="0", OUT="/runs/out/") == dry_run("qwen3_dense", arm="0")
 
 
-def test_a_blank_after_a_comma_is_no_part_of_a_path() -> None:
-    assert 'data.train_files=["/a.parquet","/b c.parquet"]' in overrides("qwen3_dense", TRAIN_FILES="/a.parquet, /b c.parquet")
+def test_blanks_and_commas_between_paths_are_no_part_of_them() -> None:
+    found = overrides("qwen3_dense", TRAIN_FILES=" /a.parquet , /b c.parquet,", VAL_FILES="~/a.parquet")
+    assert 'data.train_files=["/a.parquet","/b c.parquet"]' in found and 'data.val_files=["~/a.parquet"]' in found
+
+
+def test_paths_are_whole_since_rays_workers_may_have_another_folder() -> None:
+    here = Path.cwd()
+    relative = {"OUT": "runs/x/", "MODEL_PATH": "../m", "TRAIN_FILES": "a.parquet, /b.parquet"}
+    whole = {"OUT": f"{here}/runs/x", "MODEL_PATH": f"{here}/../m", "TRAIN_FILES": f"{here}/a.parquet,/b.parquet"}
+    for arm in ARMS:
+        assert dry_run("qwen3_dense", arm=arm, **relative) == dry_run("qwen3_dense", arm=arm, **whole)
+
+
+@pytest.mark.parametrize(("arm", "engine"), [("1", "megatron"), ("0", "mlite")])
+def test_the_other_arms_engine_is_refused_by_the_switch(arm: str, engine: str) -> None:
+    done = recipe("qwen3_dense", f"model_engine={engine}", arm=arm, DRY_RUN="1")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: model_engine: ") and "VLLM_BATCH_INVARIANT" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_composing_alone_names_a_misspelt_key_in_one_line() -> None:
+    done = recipe("qwen3_dense", "trainer.nope=1", COMPOSE_ONLY="1", PYTHON=sys.executable)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("preflight: trainer.nope: is not a key of verl's configuration; ")

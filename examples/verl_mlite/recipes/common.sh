@@ -27,13 +27,22 @@ quoted() {
   printf '"%s"' "${1//\"/\\\"}"
 }
 
-# a.parquet,b.parquet -> ["a.parquet","b.parquet"]
+# A path as it is read from any folder: where Ray runs already, its workers have another than this shell.
+absolute() {
+  case "$1" in
+    "" | /* | "~"* | *://*) printf '%s' "$1" ;;
+    *) printf '%s/%s' "$PWD" "$1" ;;
+  esac
+}
+
+# /a.parquet,b.parquet -> ["/a.parquet","/here/b.parquet"]
 files() {
   local path list="" each
   IFS=, read -ra each <<<"$1"
   for path in "${each[@]}"; do
-    path="${path#"${path%%[! ]*}"}" # "a, b"
-    list+="${list:+,}$(quoted "$path")"
+    path="${path#"${path%%[! ]*}"}" # "a , b,"
+    path="${path%"${path##*[! ]}"}"
+    [[ -z "$path" ]] || list+="${list:+,}$(quoted "$(absolute "$path")")"
   done
   printf '[%s]' "$list"
 }
@@ -190,12 +199,17 @@ launch() {
   [[ "${1:-}" != -h && "${1:-}" != --help ]] || { usage; exit 0; }
   local name
   [[ "$OUT" == *[!/]* ]] || die "OUT: is '$OUT'; name a folder"
-  OUT="${OUT%/}"
+  OUT="$(absolute "${OUT%/}")"
+  MODEL_PATH="$(absolute "$MODEL_PATH")"
   for name in MODEL_PATH TRAIN_FILES VAL_FILES OUT; do
     [[ "${!name}" != *[\\\$]* ]] || die "$name: '${!name}' has a backslash or a dollar sign, which Hydra reads; use another path"
   done
   for name in PROMPT_TOKENS RESPONSE_TOKENS; do
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die "$name: '${!name}' is no number of tokens; give one above 0"
+  done
+  for name in "$@"; do
+    [[ "$EXACT$name" != 1model_engine=* || "$name" == *=mlite ]] || die "model_engine: the exact arm's is mlite; set VLLM_BATCH_INVARIANT=0 for the baseline"
+    [[ "$EXACT$name" != 0model_engine=mlite ]] || die "model_engine: mlite is the exact arm's; leave it and VLLM_BATCH_INVARIANT out"
   done
   [[ "$OFFLOAD" == True || "$OFFLOAD" == False ]] || die "OFFLOAD: is '$OFFLOAD'; set it to True or False"
   [[ "$TEMPERATURE" =~ ^[0-9]+\.?[0-9]*$ ]] || die "TEMPERATURE: '$TEMPERATURE' is no decimal number; write it like 1.0"
@@ -216,7 +230,7 @@ launch() {
   if [[ "${DRY_RUN:-0}" == 1 ]]; then
     printed "${command[@]}"
   elif [[ "${COMPOSE_ONLY:-0}" == 1 ]]; then
-    "${command[@]}" --cfg job --resolve
+    "$PYTHON" -m verl_mlite.preflight --compose "${ARGS[@]}"
   else
     "$PYTHON" -m verl_mlite.preflight "${ARGS[@]}"
     mkdir -p "$OUT" 2>/dev/null && [[ -w "$OUT" ]] || die "OUT: '$OUT' is no folder that can be written to; name another"

@@ -1,7 +1,8 @@
-"""`python -m verl_mlite.preflight OVERRIDES`: what would stop a run or make its exactness void, found before Ray and the GPUs start.
+"""python -m verl_mlite.preflight OVERRIDES: what would stop a run or make its exactness void, found before Ray and the GPUs start.
 
-OVERRIDES are those of `python -m verl.trainer.main_ppo`. Prints one line a check that passed; at the first that does not, one line with
-what, where and what to do, and exit status 2. No GPU is touched and no Ray started.
+OVERRIDES are those of python -m verl.trainer.main_ppo. Prints one line a check that passed; at the first that does not, one line with
+what, where and what to do, and exit status 2. With --compose before them the composed configuration is printed, and nothing checked but its
+keys. No GPU is touched and no Ray started.
 """
 
 import os
@@ -12,10 +13,12 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from omegaconf import OmegaConf
+
 from lite.errors import InputError, nearest
 from lite.primitive.kernels.vllm.version import require_verified_version
 from verl_mlite import preflight_tables as tables
-from verl_mlite.preflight_files import check_data, check_model, check_paths
+from verl_mlite.preflight_files import check_data, check_model, check_paths, check_positions
 from verl_mlite.preflight_job import Job, composed
 from verl_mlite.preflight_tables import ENGINES, MEGATRON, ROLLOUT, VLLM
 
@@ -176,15 +179,22 @@ def check_engine(job: Job) -> list[str]:
 
 
 CHECKS: tuple[Callable[[Job], list[str]], ...] = (
-    check_switch, check_numbers, check_settings, check_model, check_packages, check_data, check_paths, check_engine,
+    check_switch, check_numbers, check_settings, check_model, check_positions, check_packages, check_data, check_paths, check_engine,
 )  # fmt: skip
 
 
 def main() -> int:
     warnings.simplefilter("ignore")  # of the engines that verl could not import
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     try:
-        for line in preflight(sys.argv[1:]):
-            print(f"ok  {line}")
+        if arguments[:1] == ["--compose"]:
+            print(OmegaConf.to_yaml(composed(arguments[1:]), resolve=True), end="")
+        else:
+            for line in preflight(arguments):
+                print(f"ok  {line}")
     except InputError as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from lite.primitive.ckpt.hf_config import load_hf_config
 from lite.primitive.ckpt.hf_weights import check_names
 from lite.primitive.ckpt.safetensors_files import read_json, tensor_names
 from verl_mlite.preflight_job import Job
-from verl_mlite.preflight_tables import MEGATRON, VLLM
+from verl_mlite.preflight_tables import MEGATRON, ROLLOUT, VLLM
 
 
 def check_model(job: Job) -> list[str]:
@@ -22,6 +22,9 @@ def check_model(job: Job) -> list[str]:
         raise InputError(tokenizer, "holds no tokenizer", "add its files: verl formats the prompts with it")
     for file in tokenizer.glob("tokenizer*.json"):
         read_json(file)
+    if job.formats_prompts and not job.get("actor_rollout_ref.model.custom_chat_template") and not _has_chat_template(tokenizer):
+        fix = "add chat_template.jinja, or set actor_rollout_ref.model.custom_chat_template"
+        raise InputError(tokenizer, "holds no chat template, with which verl formats the prompts", fix)
     lines = [f"model: {folder}, {kind}"]
     if not job.exact:
         if kind == "nemotron_h":
@@ -35,6 +38,24 @@ def check_model(job: Job) -> list[str]:
         key = f"{VLLM}.mamba_ssm_cache_dtype"
         lines.append(job.require(key, ("float32",), f"add +{key}=float32, as nemotron_h.sh does: the scan's states are"))
     return lines
+
+
+def check_positions(job: Job) -> list[str]:
+    """verl's vLLM server refuses a longer context than the configuration names."""
+    override = job.get("actor_rollout_ref.model.override_config.max_position_embeddings")
+    positions, longest = override or load_hf_config(job.model).get("max_position_embeddings"), job.get(f"{ROLLOUT}.max_model_len")
+    if positions and longest and longest > positions:
+        what = f"is {longest}, of a model whose max_position_embeddings is {positions}"
+        raise InputError(f"{ROLLOUT}.max_model_len", what, "give at most as many: shorten prompts or responses")
+    return []
+
+
+def _has_chat_template(tokenizer: Path) -> bool:
+    """In any of the places that transformers reads; a tokenizer that is code of its own may make one."""
+    if any([*tokenizer.glob("*chat_template*"), *tokenizer.glob("*.py")]):
+        return True
+    config = tokenizer / "tokenizer_config.json"
+    return config.is_file() and bool(read_json(config).get("chat_template"))
 
 
 def check_data(job: Job) -> list[str]:
@@ -76,20 +97,25 @@ def _rows(job: Job, key: str, name: str) -> int | None:
     except (ValueError, TypeError):
         raise InputError(key, f"{name} does not begin with an object of JSON", "write one a line") from None
     _require_columns(job, key, name, columns)
+    _require_messages(job, key, name, isinstance(json.loads(first)[job.get("data.prompt_key")], list))
     return None
 
 
 def _parquet_rows(job: Job, key: str, name: str) -> int:
     from pyarrow import ArrowException
     from pyarrow.parquet import read_metadata
+    from pyarrow.types import is_large_list, is_list
 
     try:
         found = read_metadata(Path(name).expanduser())
     except ArrowException as error:
         raise InputError(key, f"{name} is no whole parquet file ({error})", "write it again, or give a .json or .jsonl") from None
-    _require_columns(job, key, name, found.schema.to_arrow_schema().names)
+    schema = found.schema.to_arrow_schema()
+    _require_columns(job, key, name, schema.names)
     if not found.num_rows:
         raise InputError(key, f"{name} has no rows", "give a file of prompts")
+    kind = schema.field(job.get("data.prompt_key")).type
+    _require_messages(job, key, name, is_list(kind) or is_large_list(kind))
     return int(found.num_rows)
 
 
@@ -101,6 +127,13 @@ def _require_columns(job: Job, key: str, name: str, columns: list[str]) -> None:
         for column in ("data_source", "reward_model"):
             if column not in columns:
                 raise InputError(key, f"{name} has no column {column!r}", "add it: verl's reward managers read it of every prompt")
+
+
+def _require_messages(job: Job, key: str, name: str, are: bool) -> None:
+    """verl takes a string for a list of messages, too: each of its letters is one, without content."""
+    if not are and job.formats_prompts:
+        what = f"{name} has prompts that are no lists of messages"
+        raise InputError(key, what, "write each as [{role: user, content: ...}]")
 
 
 def check_paths(job: Job) -> list[str]:

@@ -48,6 +48,11 @@ class Job:
     def model(self) -> Path:
         return Path(str(self.get("actor_rollout_ref.model.path")))
 
+    @property
+    def formats_prompts(self) -> bool:
+        """Whether verl's own agent loops make the prompts' tokens, by the tokenizer's chat template."""
+        return not self.get("actor_rollout_ref.rollout.agent.agent_loop_config_path")
+
     def model_family(self) -> tuple[Any, Any]:
         """-> (the family of the checkpoint, lite's configuration of the model)."""
         hf = load_hf_config(self.model)
@@ -64,13 +69,15 @@ def composed(overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(Path(spec.origin).parent / "trainer" / "config"), version_base=None):
         try:
             found = compose("ppo_trainer", overrides)
-        except ValueError as error:  # of an override without a key, which Hydra takes for a group
-            raise InputError("overrides", str(error), "write each as key=value") from None
+        except ValueError as error:  # of an override without a key, which Hydra takes for a group, or of a name where a list has numbers
+            whole = all(re.match(r"~|[^=]+=", o) for o in overrides)
+            raise InputError("overrides", str(error), "correct them" if whole else "write each as key=value") from None
         except HydraException as error:
             message = str(error)
             unknown = re.search(r"Could not (?:override|delete from config\.) '([^']+)'", message)
             if unknown is None:
-                raise InputError("overrides", " ".join(message.split("Config search path")[0].split()), "correct them") from None
+                fix = "add hydra.searchpath=[pkg://verl_mlite.config]" if "'model_engine/mlite'" in message else "correct them"
+                raise InputError("overrides", " ".join(message.split("Config search path")[0].split()), fix) from None
             hint = _nearest_key(compose("ppo_trainer", groups), unknown[1])
             raise InputError(unknown[1], "is not a key of verl's configuration", hint) from None
         _refuse_near_misses([o.split("=")[0] for o in overrides], compose("ppo_trainer", groups))
@@ -79,16 +86,20 @@ def composed(overrides: list[str]) -> DictConfig:
 
 def _nearest_key(config: Any, key: str) -> str:
     """Of the first part of the key that the configuration does not have."""
+    above = "the configuration"
     for name in key.split("."):
+        if not OmegaConf.is_dict(config) or config._is_none():
+            return f"leave it out: {above} holds no keys"
         if name not in config:
-            return nearest(name, map(str, config))
-        config = config._get_node(name)
+            return nearest(name, map(str, config)) if len(config) else f"{above} has none yet; + adds one"
+        config, above = config._get_node(name), name
     return "correct it"
 
 
 def _refuse_near_misses(keys: list[str], config: DictConfig) -> None:
-    """Hydra's + adds any key, and in these groups verl passes over those it does not know. One that is nearly one of theirs was meant."""
-    for key in (key.removeprefix("+") for key in keys if re.match(r"\+[^+@]+$", key)):
+    """Hydra's + and ++ add any key, and in these groups verl passes over those it does not know. One that is nearly one of theirs was
+    meant."""
+    for key in (key.lstrip("+") for key in keys if re.match(r"\+{1,2}[^+@]+$", key)):
         parent, _, leaf = key.rpartition(".")
         siblings = OmegaConf.select(config, parent) if parent in CLOSED else {}
         close = difflib.get_close_matches(leaf, map(str, siblings), 1, 0.75)

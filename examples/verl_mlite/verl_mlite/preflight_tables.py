@@ -16,6 +16,7 @@ CUTS = "the trainer counts every token: vLLM must not cut any off"
 
 # key, the values it may have, what to do otherwise
 SETTINGS_OF_BOTH: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("actor_rollout_ref.hybrid_engine", (True,), "leave it True: verl builds nothing else"),
     ("trainer.resume_mode", ("auto", "disable", "resume_path"), "choose auto, disable or resume_path"),
     (f"{ROLLOUT}.load_format", ("dummy", "auto", "safetensors"), "choose dummy (the first sync is complete), auto or safetensors"),
 )
