@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from verl_mlite.preflight import CHECKS, checked, preflight
+from verl_mlite.preflight import CHECKS, checked, main, preflight
 from verl_mlite.preflight_job import Job, composed
 from verl_mlite.preflight_tables import SETTINGS, SETTINGS_OF_BOTH, WORKER
 
@@ -272,6 +272,16 @@ def test_a_baseline_that_packs_a_hybrid_is_refused(hybrid: Machine, key: str) ->
 def test_the_exact_trainer_without_its_switches_is_refused(machine: Machine) -> None:
     said = machine.refusal({f"{ACTOR}.strategy": "mlite"}, arm="0")
     assert said.startswith("environment: VLLM_BATCH_INVARIANT and MLITE_EXACT are off: model_engine=mlite is not exact so")
+
+
+def test_the_engine_without_its_searchpath_is_refused_with_the_override_that_finds_it() -> None:
+    with pytest.raises(InputError, match=r"Could not find 'model_engine/mlite'.*; add hydra\.searchpath=\[pkg://verl_mlite\.config\]"):
+        composed(["model_engine=mlite"])
+
+
+def test_help_is_no_override(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["preflight", "-h"])
+    assert main() == 0 and "--compose" in capsys.readouterr().out
 
 
 def test_an_override_without_a_key_is_refused() -> None:

@@ -197,7 +197,8 @@ launch() {
   local exact="$1" baseline="$2"
   shift 2
   [[ "${1:-}" != -h && "${1:-}" != --help ]] || { usage; exit 0; }
-  local name
+  local name engine=megatron
+  [[ "$EXACT" == 0 ]] || engine=mlite
   [[ "$OUT" == *[!/]* ]] || die "OUT: is '$OUT'; name a folder"
   OUT="$(absolute "${OUT%/}")"
   MODEL_PATH="$(absolute "$MODEL_PATH")"
@@ -208,8 +209,7 @@ launch() {
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die "$name: '${!name}' is no number of tokens; give one above 0"
   done
   for name in "$@"; do
-    [[ "$EXACT$name" != 1model_engine=* || "$name" == *=mlite ]] || die "model_engine: the exact arm's is mlite; set VLLM_BATCH_INVARIANT=0 for the baseline"
-    [[ "$EXACT$name" != 0model_engine=mlite ]] || die "model_engine: mlite is the exact arm's; leave it and VLLM_BATCH_INVARIANT out"
+    [[ "$name" != model_engine=* || "$name" == "model_engine=$engine" ]] || die "model_engine: this arm's is $engine; leave it out, VLLM_BATCH_INVARIANT chooses the arm"
   done
   [[ "$OFFLOAD" == True || "$OFFLOAD" == False ]] || die "OFFLOAD: is '$OFFLOAD'; set it to True or False"
   [[ "$TEMPERATURE" =~ ^[0-9]+\.?[0-9]*$ ]] || die "TEMPERATURE: '$TEMPERATURE' is no decimal number; write it like 1.0"

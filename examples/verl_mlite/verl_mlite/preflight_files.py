@@ -93,11 +93,13 @@ def _rows(job: Job, key: str, name: str) -> int | None:
     if first.lstrip().startswith("["):
         return None
     try:
-        columns = list(json.loads(first))
-    except (ValueError, TypeError):
-        raise InputError(key, f"{name} does not begin with an object of JSON", "write one a line") from None
-    _require_columns(job, key, name, columns)
-    _require_messages(job, key, name, isinstance(json.loads(first)[job.get("data.prompt_key")], list))
+        row = json.loads(first)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise InputError(key, f"{name} does not begin with an object of JSON", "write one a line")
+    _require_columns(job, key, name, list(row))
+    _require_messages(job, key, name, isinstance(row[job.get("data.prompt_key")], list))
     return None
 
 

@@ -40,7 +40,9 @@ def test_a_table_on_the_page_has_the_results_rows_in_order(name: str) -> None:
     result = RESULTS[name]
     rows = [{"rollout": rollout_row, "train_step": step_row}[result["benchmark"]](row) for row in result["summary"] if measured(row)]
     assert rows and result["finished"] and (not result["complete"] or len(rows) == len(result["summary"]))
-    (start,) = [n for n in range(len(PAGE)) if PAGE[n : n + len(rows)] == rows]
+    starts = [n for n in range(len(PAGE)) if PAGE[n : n + len(rows)] == rows]
+    assert len(starts) == 1, rows
+    start = starts[0]
     assert PAGE[start - 1].startswith("|---") and not PAGE[start + len(rows)].startswith("|"), "the table has other rows, too"
 
 
