@@ -57,7 +57,7 @@ def run_gates(gates: Sequence[Gate], out: Path, checkout: Path, events: Events, 
     outcomes = [Outcome(g.name, g.expected, g.expected, "", None, before[g.name]) for g in stale_first if g not in todo]
     for done in outcomes:
         events.ended(done)
-    if any(CHECKPOINT in gate.command for gate in todo):
+    if any(gate.demo for gate in todo):
         outcomes += _prepare(out, checkout, events, limit)
 
     running: dict[str, tuple[Gate, _Process]] = {}
@@ -99,9 +99,10 @@ def check_installed(checkout: Path) -> None:
 
 def _prepare(out: Path, checkout: Path, events: Events, limit: float) -> list[Outcome]:
     """Puts checkpoint and prompts beside the gates' folders, by links: their receipts then name no path of this machine."""
-    checkpoint, outcomes = checkout / ".cache" / "demo" / CHECKPOINT, []
-    if not checkpoint.exists():
-        words = (str(checkout / "examples" / "demo" / "prepare.py"), str(checkpoint.parent))
+    demo, outcomes = checkout / ".cache" / "demo", []
+    files = [demo / name for name in (CHECKPOINT, PROMPTS)]
+    if not all(file.exists() for file in files):
+        words = (str(checkout / "examples" / "demo" / "prepare.py"), str(demo))
         process = _Process("prepare", words, checkout, {}, out)
         try:
             events.started("prepare")
@@ -109,12 +110,12 @@ def _prepare(out: Path, checkout: Path, events: Events, limit: float) -> list[Ou
                 time.sleep(0.05)
         finally:
             seconds = process.kill()
-        made = checkpoint.exists()
+        made = all(file.exists() for file in files)
         outcomes = [Outcome("prepare", "pass", "pass" if made else "fail", "" if made else process.last_line(), seconds, "")]
         events.ended(outcomes[0])
-    for name in (CHECKPOINT, PROMPTS):
-        (out / name).unlink(missing_ok=True)
-        (out / name).symlink_to(checkpoint.with_name(name))
+    for file in files:
+        (out / file.name).unlink(missing_ok=True)
+        (out / file.name).symlink_to(file)
     return outcomes
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lite.errors import InputError, nearest
 
-# the runner puts them where the commands run; examples/demo/prepare.py makes them
+# examples/demo/prepare.py makes them; the runner puts them where the commands of proofs run
 CHECKPOINT, PROMPTS = "SmolLM2-135M-Instruct", "prompts.jsonl"
 
 
@@ -17,7 +17,7 @@ class Gate:
     """shows: what the expected end shows. command: as the receipt records it, so without a path of any machine; its first word is mlite
     or pytest. expected: pass, fail or inconclusive. reason: a regular expression to be found in the receipt's reason. differs_at: the
     policies with differing tokens on both paths, exactly these. rises: standard errors by which the mean reward of the last policies is to
-    be above that of the first. env: what the command needs besides in its environment."""
+    be above that of the first. env: what the command needs besides in its environment. demo: whether it needs CHECKPOINT or PROMPTS."""
 
     name: str
     shows: str
@@ -27,6 +27,7 @@ class Gate:
     differs_at: tuple[str, ...] = ()
     rises: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    demo: bool = False
 
     @property
     def plant(self) -> str | None:
@@ -44,11 +45,11 @@ def _prove(
     **env: str,
 ) -> Gate:
     command = ("mlite", "prove", "--engine", "vllm", *" ".join(flags).split(), "--out", name)
-    return Gate(name, shows, command, expected, reason, tuple(differs_at.split()), rises, env)
+    return Gate(name, shows, command, expected, reason, tuple(differs_at.split()), rises, env, demo=CHECKPOINT in command)
 
 
-def _pytest(name: str, shows: str, file: str, *chosen: str) -> Gate:
-    return Gate(name, shows, ("pytest", f"tests/gpu/{file}", "-m", "gpu", *chosen))
+def _pytest(name: str, shows: str, file: str, *chosen: str, demo: bool = False) -> Gate:
+    return Gate(name, shows, ("pytest", f"tests/gpu/{file}", "-m", "gpu", *chosen), demo=demo)
 
 
 SMOLLM2 = f"--model {CHECKPOINT}"
@@ -101,10 +102,11 @@ GATES: tuple[Gate, ...] = (
     _pytest("fsdp", "Sharded over two GPUs, recomputed, offloaded: one process's forward bytes, and its training within stated limits.",
             "test_two_gpus.py"),
     _pytest("verl-smollm2", "verl's main_ppo with its own vLLM rollout: both counters are 0 after every update, reload, sleep and wake.",
-            "test_verl.py", "-k", "smollm2"),
-    _pytest("verl-qwen3", "With layers of Qwen3-8B's size, too.", "test_verl.py", "-k", "qwen3"),
-    _pytest("verl-nemotron-h", "With Nemotron-3-Nano's layers, too.", "test_verl.py", "-k", "nemotron_h"),
-    _pytest("verl-baseline", "verl's own trainer beside vLLM as installed differs at every update.", "test_verl.py", "-k", "baseline"),
+            "test_verl.py", "-k", "smollm2", demo=True),
+    _pytest("verl-qwen3", "With layers of Qwen3-8B's size, too.", "test_verl.py", "-k", "qwen3", demo=True),
+    _pytest("verl-nemotron-h", "With Nemotron-3-Nano's layers, too.", "test_verl.py", "-k", "nemotron_h", demo=True),
+    _pytest("verl-baseline", "verl's own trainer beside vLLM as installed differs at every update.",
+            "test_verl.py", "-k", "baseline", demo=True),
     _pytest("route-replay", "vLLM's routes are those of the trainer, and replayed they give its logprobs.", "test_vllm_routes.py"),
     _pytest("fsdp-engine", "Both ranks of a sharded trainer agree with vLLM at every policy.", "test_two_gpus_engine.py"),
 )  # fmt: skip

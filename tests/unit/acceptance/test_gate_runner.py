@@ -10,7 +10,7 @@ import pytest
 
 from lite.acceptance.freshness import EVIDENCE
 from lite.acceptance.gate_runner import Outcome, check_installed, run_gates
-from lite.acceptance.gates import CHECKPOINT, PROMPTS, Gate
+from lite.acceptance.gates import CHECKPOINT, GATES, PROMPTS, Gate
 from lite.errors import InputError
 from tests.unit.acceptance.test_prove import SMALL, mlite
 
@@ -178,12 +178,17 @@ def test_jobs_run_at_once_and_no_more(place):
     assert not [o.why for o in outcomes.values() if o.why]
 
 
-def test_the_checkpoint_is_made_first_and_named_by_a_relative_path(place):
+@pytest.mark.parametrize("cut_short", [False, True], ids=["nothing is there", "the prompts are missing"])
+def test_the_checkpoint_is_made_first_and_named_by_a_relative_path(place, cut_short):
     prepare = place.checkout / "examples" / "demo" / "prepare.py"
     prepare.parent.mkdir(parents=True)
-    prepare.write_text(f"import pathlib, sys; (pathlib.Path(sys.argv[1]) / {CHECKPOINT!r}).mkdir(parents=True)")
+    made = "import pathlib, sys\ndemo = pathlib.Path(sys.argv[1])\n"
+    made += f"(demo / {CHECKPOINT!r}).mkdir(parents=True, exist_ok=True)\n(demo / {PROMPTS!r}).touch()\n"
+    prepare.write_text(made)
     needs = place.gate("needs", f"assert pathlib.Path({CHECKPOINT!r}).is_dir()")
-    needs = Gate(needs.name, "", (*needs.command, "--model", CHECKPOINT))
+    needs = Gate(needs.name, "", needs.command, demo=True)
+    if cut_short:
+        (place.checkout / ".cache" / "demo" / CHECKPOINT).mkdir(parents=True)
     outcomes, _ = place.run(needs)
     assert list(outcomes) == ["prepare", "needs"] and not [o.why for o in outcomes.values() if o.why]
     for name in (CHECKPOINT, PROMPTS):
@@ -194,8 +199,14 @@ def test_the_checkpoint_is_made_first_and_named_by_a_relative_path(place):
 
 def test_a_checkpoint_that_cannot_be_made_is_named_and_gates_without_it_run(place):
     needs = place.gate("needs", f"assert pathlib.Path({CHECKPOINT!r}).is_dir(), 'no model'")
-    outcomes, _ = place.run(Gate(needs.name, "", (*needs.command, "--model", CHECKPOINT)), place.gate("free"))
+    outcomes, _ = place.run(Gate(needs.name, "", needs.command, demo=True), place.gate("free"))
     assert "prepare.py" in outcomes["prepare"].why and "no model" in outcomes["needs"].why and not outcomes["free"].why
+
+
+def test_a_gate_that_reads_the_demo_says_so():
+    for gate in GATES:
+        text = (ROOT / gate.command[1]).read_text() if gate.command[0] == "pytest" else " ".join(gate.command)
+        assert gate.demo == any(word in text for word in (CHECKPOINT, PROMPTS, '".cache" / "demo"')), gate.name
 
 
 def test_a_package_that_is_not_this_checkout_is_refused_by_the_file(tmp_path, monkeypatch):
