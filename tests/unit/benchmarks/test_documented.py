@@ -47,7 +47,7 @@ def test_a_table_on_the_page_has_the_results_rows_in_order(name: str) -> None:
 
 
 def test_results_are_of_a_commit_and_name_no_path_of_a_machine() -> None:
-    assert {"rollout", "train_step", "train_combinations"} <= RESULTS.keys()
+    assert {"rollout", "train_step", "train_offload", "train_combinations"} <= RESULTS.keys()
     for name, result in RESULTS.items():
         assert result["environment"]["git"]["commit"] and not result["environment"]["git"]["dirty"], name
         assert not any(root in json.dumps(result) for root in ('"/tmp', '"/root', '"/home', '"/work')), name
