@@ -57,6 +57,16 @@ def compared(name: str) -> set[tuple[int, int]]:
     return {(int(sum(measured(name, ": tokens"))), 0)}
 
 
+@pytest.mark.parametrize("name", ["qwen3-flash-graphs", "qwen3-triton-graphs"])
+def test_rollouts_without_vllms_extras_are_those_beside_them(name: str) -> None:
+    without = json.loads((CHECKOUT / "evidence/without_extras" / f"{name}.json").read_text())
+    extras = {"flashinfer-python", "nvidia-cutlass-dsl", "quack-kernels", "humming-kernels"}
+    assert extras <= RECEIPTS[name]["environment"]["packages"].keys() and not extras & without["environment"]["packages"].keys()
+    digests, others = ([policy["rollout_sha256"] for policy in receipt["policies"]] for receipt in (RECEIPTS[name], without))
+    assert digests == others and len(set(digests)) == 3
+    assert without["status"] == "pass"
+
+
 ROWS = [(row, name) for row in table("README.md", "| model | attention") for name in receipts(row[-1])]
 
 

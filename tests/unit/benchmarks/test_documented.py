@@ -1,6 +1,7 @@
 """The tables of docs/speed.md are those of the results in evidence/benchmarks/."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ def test_a_table_on_the_page_has_the_results_rows_in_order(name: str) -> None:
     assert PAGE[start - 1].startswith("|---") and not PAGE[start + len(rows)].startswith("|"), "the table has other rows, too"
 
 
+def test_every_table_and_commit_on_the_page_is_of_a_result() -> None:
+    part = PAGE[PAGE.index("## Measured") : PAGE.index("## How it is measured")]
+    assert sum(line.startswith("|---") for line in part) == sum("summary" in result for result in RESULTS.values()) > 0
+    commits = {result["environment"]["git"]["commit"][:7] for result in RESULTS.values()}
+    assert set(re.findall(r"\b[0-9a-f]{7}\b", "\n".join(part))) == commits
+
+
 def test_results_are_of_a_commit_and_name_no_path_of_a_machine() -> None:
-    assert {"rollout", "train_step", "train_offload", "train_combinations"} <= RESULTS.keys()
     for name, result in RESULTS.items():
         assert result["environment"]["git"]["commit"] and not result["environment"]["git"]["dirty"], name
         assert not any(root in json.dumps(result) for root in ('"/tmp', '"/root', '"/home', '"/work')), name
